@@ -1,0 +1,1 @@
+"""The `halogen` command, one file per subcommand."""

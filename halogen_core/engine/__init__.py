@@ -1,0 +1,1 @@
+"""The engine: batches, steps, sampling, the worker process and its client."""

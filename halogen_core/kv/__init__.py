@@ -1,0 +1,1 @@
+"""The KV block manager: ids, references, prefix cache, eviction, tiers. No torch."""

@@ -1,0 +1,1 @@
+"""Model files: formats, tokenizers, chat templates, and where models come from."""

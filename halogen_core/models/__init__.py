@@ -1,0 +1,1 @@
+"""Model definitions over one parametrised decoder, composed from `spi.Ops`."""

@@ -1,0 +1,1 @@
+"""Continuous batching under one token budget. No torch."""

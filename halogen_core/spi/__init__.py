@@ -1,0 +1,169 @@
+"""The seam: all that a plugin may import from the core.
+
+`TorchBackend` (every op in plain torch) is reached as `halogen_core.spi.TorchBackend` and loads
+torch only then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from halogen_core.errors import (
+    BackendUnavailable,
+    ConfigError,
+    DeviceError,
+    DeviceLost,
+    HalogenError,
+    OutOfDeviceMemory,
+    OutOfMemory,
+    PluginError,
+    SpiMismatch,
+    Transient,
+    UnsupportedOp,
+)
+from halogen_core.spi.backend import Backend, Capabilities, Replay
+from halogen_core.spi.formats import FORMATS, WeightFormat
+from halogen_core.spi.hookspecs import ENTRY_POINT_GROUP, hookimpl
+from halogen_core.spi.memory import (
+    KV_ROW_BYTES,
+    KVBlocks,
+    KVCache,
+    KVLayout,
+    KVSpec,
+    MemoryPlan,
+    MemoryRequest,
+    MemoryTier,
+    PoolPlan,
+    kv_block_shape,
+    kv_row_bytes,
+)
+from halogen_core.spi.model import Checkpoint, DecoderConfig, LayerConfig
+from halogen_core.spi.ops import FUSED_OPS, OPS, Ops
+from halogen_core.spi.records import (
+    Activation,
+    Array,
+    AttentionSpec,
+    BackendOptions,
+    BackendSpec,
+    ConformanceExtras,
+    Cost,
+    DeviceInfo,
+    DoctorContext,
+    Finding,
+    FormatSpec,
+    Limits,
+    MoESpec,
+    OpImplementation,
+    OpSignature,
+    PackedWeight,
+    Placement,
+    PolicySpec,
+    ProbeContext,
+    ProbeResult,
+    QuantTensor,
+    Reason,
+    RopeSpec,
+    RopeStyle,
+    Sampled,
+    SamplingBatch,
+    Severity,
+    StepBatch,
+    StepMeta,
+    StepShape,
+    Support,
+    SupportLevel,
+    Telemetry,
+    WeightRole,
+)
+
+if TYPE_CHECKING:
+    from halogen_core.torch_backend import TorchBackend, TorchOps
+
+SPI_VERSION = (1, 0)
+"""Major, minor. Minor adds; major changes or removes. `api.lock` holds the signatures."""
+
+_LAZY = {"TorchBackend": "halogen_core.torch_backend", "TorchOps": "halogen_core.torch_backend"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "FORMATS",
+    "FUSED_OPS",
+    "KV_ROW_BYTES",
+    "OPS",
+    "SPI_VERSION",
+    "Activation",
+    "Array",
+    "AttentionSpec",
+    "Backend",
+    "BackendOptions",
+    "BackendSpec",
+    "BackendUnavailable",
+    "Capabilities",
+    "Checkpoint",
+    "ConfigError",
+    "ConformanceExtras",
+    "Cost",
+    "DecoderConfig",
+    "DeviceError",
+    "DeviceInfo",
+    "DeviceLost",
+    "DoctorContext",
+    "Finding",
+    "FormatSpec",
+    "HalogenError",
+    "KVBlocks",
+    "KVCache",
+    "KVLayout",
+    "KVSpec",
+    "LayerConfig",
+    "Limits",
+    "MemoryPlan",
+    "MemoryRequest",
+    "MemoryTier",
+    "MoESpec",
+    "OpImplementation",
+    "OpSignature",
+    "Ops",
+    "OutOfDeviceMemory",
+    "OutOfMemory",
+    "PackedWeight",
+    "Placement",
+    "PluginError",
+    "PolicySpec",
+    "PoolPlan",
+    "ProbeContext",
+    "ProbeResult",
+    "QuantTensor",
+    "Reason",
+    "Replay",
+    "RopeSpec",
+    "RopeStyle",
+    "Sampled",
+    "SamplingBatch",
+    "Severity",
+    "SpiMismatch",
+    "StepBatch",
+    "StepMeta",
+    "StepShape",
+    "Support",
+    "SupportLevel",
+    "Telemetry",
+    "TorchBackend",
+    "TorchOps",
+    "Transient",
+    "UnsupportedOp",
+    "WeightFormat",
+    "WeightRole",
+    "hookimpl",
+    "kv_block_shape",
+    "kv_row_bytes",
+]

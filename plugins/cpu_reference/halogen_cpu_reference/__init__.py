@@ -1,0 +1,1 @@
+"""The reference backend: every op in plain torch on the CPU."""
