@@ -1,4 +1,4 @@
-"""The Backend protocol: all that a device must be able to do, and the data it tells about itself."""
+"""The Backend protocol: what a device must be able to do, and the data it tells about itself."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from halogen_core.spi.records import (
     PackedWeight,
     Placement,
     QuantTensor,
+    Sampled,
     StepBatch,
     StepMeta,
     StepShape,
@@ -70,7 +71,7 @@ class Capabilities:
 class Replay(Protocol[Array]):
     """A captured step; runs for every batch that has the same capture key."""
 
-    def __call__(self, batch: StepBatch) -> Array:
+    def __call__(self, batch: StepBatch) -> Sampled[Array]:
         """Run the step on `batch`; returns what the captured function returned."""
         ...
 
@@ -123,9 +124,7 @@ class Backend(Protocol[Array]):
         ...
 
     # -- weights
-    def pack(
-        self, parts: Sequence[QuantTensor], role: WeightRole
-    ) -> PackedWeight[Array]:
+    def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Array]:
         """Lay a weight out for this device; several parts are stacked along the output axis."""
         ...
 
@@ -160,7 +159,7 @@ class Backend(Protocol[Array]):
         ...
 
     def capture(
-        self, step: Callable[[StepMeta[Array]], Array], batch: StepBatch
+        self, step: Callable[[StepMeta[Array]], Sampled[Array]], batch: StepBatch
     ) -> Replay[Array] | None:
         """Capture `step` for all batches with `capture_key(batch)`; padding is the backend's own
         business and is inert (its KV writes go to a reserved block). None: cannot, run eagerly.

@@ -39,7 +39,7 @@ def halogen_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:
-    """Look for the hardware of backend `name` (None: not ours). Runs in a subprocess with a timeout."""
+    """Look for the hardware of backend `name` (None: not ours); runs in a subprocess, timed."""
 
 
 @hookspec

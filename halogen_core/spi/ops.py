@@ -17,7 +17,6 @@ from halogen_core.spi.records import (
     MoESpec,
     PackedWeight,
     Sampled,
-    SamplingBatch,
     StepMeta,
 )
 
@@ -43,11 +42,9 @@ FUSED_OPS = ("add_rms_norm", "mlp")
 
 
 class Ops(Protocol[Array]):
-    """Device arithmetic. Raises `UnsupportedOp` for what `supports` denies, never computes elsewhere."""
+    """Device arithmetic. Raises `UnsupportedOp` for what `supports` denies."""
 
-    def embed(
-        self, token_ids: Array, table: PackedWeight[Array], *, scale: float = 1.0
-    ) -> Array:
+    def embed(self, token_ids: Array, table: PackedWeight[Array], *, scale: float = 1.0) -> Array:
         """Rows of `table` [V, H] for token_ids [T], times `scale` (Gemma): [T, H]."""
         ...
 
@@ -140,11 +137,16 @@ class Ops(Protocol[Array]):
         ...
 
     def logits(
-        self, x: Array, weight: PackedWeight[Array], *, scale: float = 1.0, softcap: float | None = None
+        self,
+        x: Array,
+        weight: PackedWeight[Array],
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> Array:
         """`x @ weight.T * scale` in float32, then softcap: x [R, H], weight [V, H], [R, V]."""
         ...
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> Sampled[Array]:
-        """Pick a token per row of logits [R, V] as `SamplingBatch` says. Does not synchronise."""
+    def sample(self, logits: Array, meta: StepMeta[Array]) -> Sampled[Array]:
+        """Pick a token per row of logits [R, V] as `meta.host.sampling` says; no synchronisation."""
         ...

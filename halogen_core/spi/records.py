@@ -111,7 +111,7 @@ class QuantTensor:
     """A weight on the host in its stored format.
 
     `shape` is logical, row-major, output features first: [N, K], experts [E, N, K]. `data` is the
-    raw bytes (uint8, 1-D), often a view of a memory-mapped file. Formats are `halogen_core.spi.FORMATS`.
+    raw bytes (uint8, 1-D), often a view of a memory-mapped file; `format` is a key of `FORMATS`.
     Formats with separate scales (int4 AWQ/GPTQ, int8, fp8) carry them in `aux`.
     """
 
@@ -302,6 +302,8 @@ class StepMeta(Generic[Array]):
     seq_lens: Array
     block_tables: Array
     logit_rows: Array
+    sampling: Any
+    """The backend's own device form of `host.sampling`."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -324,7 +326,7 @@ class SamplingBatch:
     """[R] in [0, 1), made by the core from (seed, sequence, position): a seed gives the same
     token whatever shares the batch, and no device needs a random generator."""
     forced: Int32
-    """[R] token to report instead of sampling (prompt log-probabilities, teacher forcing); -1: sample."""
+    """[R] token to report instead of sampling (prompt log-probabilities); -1: sample."""
     history_start: Int32
     """[R + 1] rows into `history_ids`."""
     history_ids: Int32
@@ -352,9 +354,9 @@ class SamplingBatch:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Sampled(Generic[Array]):
-    """What `sample` leaves on the device; downloading `token_ids` is the step's one synchronisation.
+    """What `sample` leaves on the device; downloading it is the step's one synchronisation.
 
-    Log-probabilities are of the model's own distribution (before penalties, temperature, truncation).
+    Log-probabilities are of the model's own distribution (before penalties and temperature).
     """
 
     token_ids: Array

@@ -20,7 +20,7 @@ def halogen_backends() -> list[BackendSpec]:
 
 
 @hookimpl
-def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:  # noqa: ARG001
+def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:
     if name != NAME:
         return None
     return ProbeResult(score=10, devices=(DeviceInfo(id=f"{NAME}:0", name="CPU, plain torch"),))
