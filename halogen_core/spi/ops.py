@@ -148,5 +148,5 @@ class Ops(Protocol[Array]):
         ...
 
     def sample(self, logits: Array, meta: StepMeta[Array]) -> Sampled[Array]:
-        """Pick a token per row of logits [R, V] as `meta.host.sampling` says; no synchronisation."""
+        """A token per row of logits [R, V] as `meta.host.sampling` says; does not synchronise."""
         ...

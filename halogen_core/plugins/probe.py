@@ -1,0 +1,137 @@
+"""Asking a plugin for its hardware in a process of its own, with a timeout and a cache.
+
+A probe may load a vendor's driver: it can hang, crash or print. None of that reaches the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from halogen_core import __version__
+from halogen_core.plugins.loading import Plugin
+from halogen_core.spi import DeviceInfo, ProbeContext, ProbeResult, Reason
+
+TIMEOUT_S = 30.0
+CACHE_S = 24 * 3600.0
+
+
+def probe(
+    plugin: Plugin,
+    backend: str,
+    context: ProbeContext,
+    *,
+    cache_dir: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> ProbeResult:
+    """Run `halogen_probe` of one plugin isolated; failures are a score of 0 with reasons."""
+    path = cache_dir and cache_dir / "probe" / _cache_key(plugin, backend, context, environment)
+    if path and (cached := _read_cache(path)):
+        return cached
+    result = _run(plugin, backend, context, timeout_s)
+    if path and result.score > 0:
+        _write_cache(path, result)
+    return result
+
+
+def _run(plugin: Plugin, backend: str, context: ProbeContext, timeout_s: float) -> ProbeResult:
+    with tempfile.TemporaryDirectory(prefix="halogen-probe-") as folder:
+        out = Path(folder) / "result.json"
+        question = json.dumps(
+            {
+                "module": plugin.module,
+                "backend": backend,
+                "device": context.device,
+                "options": dict(context.options),
+            }
+        )
+        command = [sys.executable, "-m", "halogen_core.plugins.probe_main", str(out), question]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=timeout_s, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return _failed("probe_timeout", f"probe did not answer within {timeout_s:.0f} s")
+        if not out.exists():
+            return _failed("probe_crash", _last_words(done))
+        return decode_result(out.read_bytes())
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
+    return f"probe process ended with {how}: {tail[0]}"
+
+
+def _failed(code: str, text: str) -> ProbeResult:
+    hint = "run `halogen doctor`, or reinstall the plugin or its driver"
+    return ProbeResult(score=0, reasons=(Reason(code=code, text=text, hint=hint),))
+
+
+def encode_result(result: ProbeResult) -> bytes:
+    """A result as JSON."""
+    return msgspec.json.encode(attrs.asdict(result))
+
+
+def decode_result(raw: bytes) -> ProbeResult:
+    """The inverse of `encode_result`."""
+    data = msgspec.json.decode(raw)
+    return ProbeResult(
+        score=data["score"],
+        devices=tuple(DeviceInfo(**d) for d in data["devices"]),
+        reasons=tuple(Reason(**r) for r in data["reasons"]),
+    )
+
+
+def _cache_key(
+    plugin: Plugin,
+    backend: str,
+    context: ProbeContext,
+    environment: Mapping[str, str] | None,
+) -> str:
+    env = environment or {}
+    wanted = plugin.manifest.probe_env if plugin.manifest else ()
+    facts = (
+        __version__,
+        plugin.distribution,
+        plugin.version,
+        plugin.module,
+        backend,
+        sys.executable,
+        context.device,
+        sorted(context.options.items()),
+        sorted((k, env.get(k, "")) for k in wanted),
+        # device nodes come and go with hardware and drivers, whatever the vendor calls them
+        sorted(os.listdir("/dev")) if os.path.isdir("/dev") else [],
+    )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32] + ".json"
+
+
+def _read_cache(path: Path) -> ProbeResult | None:
+    try:
+        if time.time() - path.stat().st_mtime > CACHE_S:
+            return None
+        return decode_result(path.read_bytes())
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
+def _write_cache(path: Path, result: ProbeResult) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(encode_result(result))
+        scratch.replace(path)
+    except OSError:
+        return  # a read-only cache costs time, nothing else

@@ -1,0 +1,35 @@
+"""The child process of a probe: `python -m halogen_core.plugins.probe_main OUT QUESTION`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pluggy
+
+from halogen_core.plugins.probe import encode_result
+from halogen_core.spi import ProbeContext, ProbeResult, Reason, hookspecs
+
+
+def answer(question: str) -> ProbeResult:
+    """Load one plugin and call its probe; a probe that raises becomes a reason."""
+    ask = json.loads(question)
+    hooks = pluggy.PluginManager(hookspecs.PROJECT)
+    hooks.add_hookspecs(hookspecs)
+    try:
+        hooks.register(importlib.import_module(ask["module"]))
+        context = ProbeContext(device=ask["device"], options=ask["options"])
+        results = hooks.hook.halogen_probe(name=ask["backend"], context=context)
+    except Exception as exc:
+        text = f"probe raised {type(exc).__name__}: {exc}"
+        return ProbeResult(score=0, reasons=(Reason(code="probe_error", text=text),))
+    if len(results) != 1 or not isinstance(results[0], ProbeResult):
+        text = f"probe returned {results!r}, not one ProbeResult"
+        return ProbeResult(score=0, reasons=(Reason(code="probe_answer", text=text),))
+    return results[0]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(encode_result(answer(sys.argv[2])))
