@@ -1,0 +1,255 @@
+"""An engine in a process of its own, supervised: it may crash or hang, the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import msgspec
+
+from halogen_core.engine import wire
+from halogen_core.engine.client import Inbox, stream_outputs
+from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest, TokenOutput
+from halogen_core.errors import EngineUnavailable, HalogenError
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+PONG_TIMEOUT_S = 4.0
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+
+
+class ProcessEngine:
+    """`EngineClient` over a child process that is restarted when it dies or hangs.
+
+    Hung means: the process does not answer pings for `PONG_TIMEOUT_S`, or one step lasts longer
+    than `hang_timeout_s` seconds. Requests in flight then end with `finish_reason="error"`.
+    """
+
+    def __init__(self, options: EngineOptions, *, hang_timeout_s: float = 120.0) -> None:
+        self._options = options
+        self._hang_timeout_s = hang_timeout_s
+        self._inbox = Inbox()
+        self._info: EngineInfo | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._tokens = itertools.count()
+        self._ready = asyncio.Event()
+        self._failure: HalogenError | None = None
+        self._draining = self._closing = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self.restarts = 0
+
+    @classmethod
+    async def start(cls, options: EngineOptions, *, hang_timeout_s: float = 120.0) -> ProcessEngine:
+        """Start the child and wait until it is ready; raises what kept it from starting."""
+        engine = cls(options, hang_timeout_s=hang_timeout_s)
+        ready = asyncio.create_task(engine._ready.wait())
+        engine._supervisor = asyncio.create_task(engine._supervise())
+        await asyncio.wait({ready, engine._supervisor}, return_when=asyncio.FIRST_COMPLETED)
+        if not engine._ready.is_set():
+            ready.cancel()
+            await engine.close()
+            raise engine._failure or EngineUnavailable("engine did not start", code="HRT-5031")
+        return engine
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("engine is not ready")
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that runs now."""
+        return self._child.pid if self._child else None
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
+        self._refuse_if_down()
+        return stream_outputs(
+            self._inbox,
+            request,
+            lambda r: self._send(wire.Submit(r)),
+            lambda request_id: self._send(wire.Abort(request_id)),
+        )
+
+    async def stats(self) -> EngineStats:
+        answer: wire.Stats = await self._ask(wire.GetStats)
+        return answer.stats
+
+    async def check(self) -> None:
+        self._refuse_if_down()
+        await self._pulse()
+
+    async def _pulse(self) -> None:
+        pong: wire.Pong = await self._ask(wire.Ping)
+        if pong.step_seconds > self._hang_timeout_s:
+            raise EngineUnavailable(f"a step has lasted {pong.step_seconds:.0f} s", code="HRT-5032")
+
+    async def save_cache(self, path: str) -> int:
+        """Write the prefix cache to `path`; the number of blocks."""
+        return await self._move_cache(wire.SaveCache, path)
+
+    async def load_cache(self, path: str) -> int:
+        """Read a prefix cache from `path`; the number of blocks."""
+        return await self._move_cache(wire.LoadCache, path)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._draining = True
+        return await self._inbox.wait_idle(timeout_s)
+
+    async def close(self) -> None:
+        self._closing = True
+        self._send(wire.Stop())
+        if self._supervisor:
+            _, pending = await asyncio.wait({self._supervisor}, timeout=10)
+            for task in pending:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._kill()
+
+    # -- the child's life
+
+    async def _supervise(self) -> None:
+        for attempt in itertools.count():
+            began = time.monotonic()
+            try:
+                await self._one_life()
+            finally:
+                self._end_life()
+            if self._closing or self._info is None:
+                return  # told to stop, or it never became ready: `start` raises
+            if time.monotonic() - began > 60:
+                attempt = 0  # noqa: PLW2901
+            delay = RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)]
+            log.error("engine process ended; starting a new one in %.0f s", delay)
+            self.restarts += 1
+            await asyncio.sleep(delay)
+
+    async def _one_life(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "halogen_core.engine.worker", str(theirs.fileno())]
+            self._child = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._send(wire.Start(msgspec.Raw(msgspec.msgpack.encode(self._options))))
+        watch = asyncio.create_task(self._watch())
+        try:
+            while True:
+                header = await reader.readexactly(wire.HEADER_BYTES)
+                body = await reader.readexactly(wire.frame_length(header))
+                self._handle(wire.from_engine.decode(body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            watch.cancel()
+
+    def _end_life(self) -> None:
+        self._ready.clear()
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        self._kill()
+        lost = EngineUnavailable("engine process ended", code="HRT-5031")
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(lost)
+        self._answers.clear()
+        reason = self._failure or lost
+        self._inbox.fail_all(reason.code, reason.message)
+
+    async def _watch(self) -> None:
+        """Kill the child when it hangs; its end is then handled like any other."""
+        await self._ready.wait()
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                await self._pulse()
+            except EngineUnavailable as exc:
+                log.error("engine hangs (%s): ending it", exc.message)
+                self._failure = exc
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        if child := self._child:
+            self._child = None
+            child.kill()
+            child.wait()
+
+    # -- messages
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._writer and not self._writer.is_closing():
+            self._writer.write(wire.frame(message))
+
+    def _handle(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Ready(info):
+                self._info = info
+                self._failure = None
+                self._ready.set()
+            case wire.Failed(code, text, fix):
+                self._failure = HalogenError(text, code=code, fix=fix or None)
+            case wire.Outputs(outputs):
+                self._inbox.deliver(outputs)
+            case wire.Stats() | wire.Pong() | wire.Done():
+                future = self._answers.pop(message.token, None)
+                if future and not future.done():
+                    future.set_result(message)
+
+    async def _ask(self, question: type[wire.GetStats] | type[wire.Ping]) -> Any:
+        token = next(self._tokens)
+        return await self._answer_to(question(token), token, PONG_TIMEOUT_S)
+
+    async def _move_cache(
+        self, question: type[wire.SaveCache] | type[wire.LoadCache], path: str
+    ) -> int:
+        token = next(self._tokens)
+        done: wire.Done = await self._answer_to(question(token, path), token, 600.0)
+        if done.code:
+            raise HalogenError(done.message, code=done.code)
+        return done.blocks
+
+    def _answer_to(
+        self, message: wire.ToEngine, token: int, timeout_s: float
+    ) -> Coroutine[Any, Any, Any]:
+        if not self._ready.is_set():
+            raise self._down()
+        future = self._answers[token] = asyncio.get_running_loop().create_future()
+        self._send(message)
+
+        async def wait() -> Any:
+            try:
+                return await asyncio.wait_for(future, timeout_s)
+            except TimeoutError:
+                raise EngineUnavailable(
+                    f"engine did not answer within {timeout_s:.0f} s", code="HRT-5032"
+                ) from None
+            finally:
+                self._answers.pop(token, None)
+
+        return wait()
+
+    def _refuse_if_down(self) -> None:
+        if not self._ready.is_set():
+            raise self._down()
+        if self._draining:
+            raise EngineUnavailable("engine is draining")
+
+    def _down(self) -> EngineUnavailable:
+        why = f": {self._failure.message}" if self._failure else ""
+        return EngineUnavailable(f"engine is starting or restarting{why}", code="HRT-5030")

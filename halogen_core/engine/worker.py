@@ -1,0 +1,137 @@
+"""The engine's own process: `python -m halogen_core.engine.worker FD`.
+
+The main thread is the step loop; a reader thread takes messages from the server, a writer thread
+sends to it. The process ends when the server does, whatever the step loop is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import Future
+
+import msgspec
+
+from halogen_core.engine import wire
+from halogen_core.engine.engine import Engine, build_engine
+from halogen_core.engine.loop import EngineLoop
+from halogen_core.engine.options import EngineOptions
+from halogen_core.errors import HalogenError
+
+GRACE_S = 10.0
+"""How long a step may go on after the server is gone."""
+
+
+class Worker:
+    """One engine behind one socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+        self._loop: EngineLoop | None = None
+
+    def run(self) -> int:
+        """Serve until told to stop; the exit code."""
+        writer = threading.Thread(target=self._write, name="halogen-writer", daemon=True)
+        writer.start()
+        try:
+            start = wire.receive(self._connection)
+            if not isinstance(start, wire.Start):
+                return 1
+            options = msgspec.msgpack.decode(start.options, type=EngineOptions)
+            self._engine = build_engine(options)
+        except Exception as exc:
+            self._fail(exc)
+            self._finish(writer)
+            return 1
+        self._loop = EngineLoop(
+            self._engine, lambda outputs: self._send(wire.Outputs(outputs)), self._fail
+        )
+        self._send(wire.Ready(self._engine.info))
+        threading.Thread(target=self._read, name="halogen-reader", daemon=True).start()
+        self._loop.run()
+        self._finish(writer)
+        return 0
+
+    def _finish(self, writer: threading.Thread) -> None:
+        self._out.put(None)
+        writer.join(timeout=5)
+
+    def _send(self, message: wire.FromEngine) -> None:
+        self._out.put(wire.frame(message))
+
+    def _fail(self, error: BaseException) -> None:
+        known = isinstance(error, HalogenError)
+        code = error.code if isinstance(error, HalogenError) else "HRT-5031"
+        text = error.message if isinstance(error, HalogenError) else repr(error)
+        fix = (error.fix or "") if isinstance(error, HalogenError) else ""
+        if not known:
+            sys.excepthook(type(error), error, error.__traceback__)
+        self._send(wire.Failed(code, text, fix))
+
+    def _write(self) -> None:
+        while (data := self._out.get()) is not None:
+            try:
+                self._connection.sendall(data)
+            except OSError:
+                return  # the server is gone; the reader ends the process
+
+    def _read(self) -> None:
+        try:
+            while (message := wire.receive(self._connection)) is not None:
+                self._handle(message)
+        except (OSError, msgspec.DecodeError, HalogenError) as exc:
+            print(f"halogen engine: channel to the server failed: {exc}", file=sys.stderr)
+        if self._loop:
+            self._loop.stop(timeout_s=0)
+        threading.Event().wait(GRACE_S)
+        os._exit(1)
+
+    def _handle(self, message: wire.ToEngine) -> None:
+        engine, loop = self._engine, self._loop
+        assert engine is not None
+        assert loop is not None
+        match message:
+            case wire.Submit(request):
+                loop.submit(request)
+            case wire.Abort(request_id):
+                loop.abort(request_id)
+            case wire.Ping(token):
+                self._send(wire.Pong(token, loop.steps, loop.step_seconds()))
+            case wire.GetStats(token):
+                loop.ask(engine.stats).add_done_callback(
+                    lambda f: self._send(wire.Stats(token, f.result()))
+                )
+            case wire.SaveCache(token, path):
+                self._answer(token, loop.ask(lambda: engine.save_cache(path)))
+            case wire.LoadCache(token, path):
+                self._answer(token, loop.ask(lambda: engine.load_cache(path)))
+            case wire.Stop():
+                loop.stop(timeout_s=0)
+
+    def _answer(self, token: int, future: Future[int]) -> None:
+        def done(future: Future[int]) -> None:
+            error = future.exception()
+            if error is None:
+                self._send(wire.Done(token, blocks=future.result()))
+            else:
+                code = error.code if isinstance(error, HalogenError) else "HRT-5031"
+                self._send(wire.Done(token, code=code, message=str(error)))
+
+        future.add_done_callback(done)
+
+
+def main() -> None:
+    # ^C and a service manager's SIGTERM reach the whole group: the server decides, then says Stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(Worker(socket.socket(fileno=int(sys.argv[1]))).run())
+
+
+if __name__ == "__main__":
+    main()
