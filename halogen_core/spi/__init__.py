@@ -21,6 +21,7 @@ from halogen_core.errors import (
     Transient,
     UnsupportedOp,
 )
+from halogen_core.spi.arrays import Array
 from halogen_core.spi.backend import Backend, Capabilities, Replay
 from halogen_core.spi.formats import FORMATS, WeightFormat
 from halogen_core.spi.hookspecs import ENTRY_POINT_GROUP, hookimpl
@@ -38,11 +39,22 @@ from halogen_core.spi.memory import (
     kv_row_bytes,
 )
 from halogen_core.spi.model import Checkpoint, DecoderConfig, LayerConfig
+from halogen_core.spi.operations import (
+    Activation,
+    AttentionSpec,
+    MoESpec,
+    OpSignature,
+    PackedWeight,
+    Placement,
+    QuantTensor,
+    RopeSpec,
+    RopeStyle,
+    Support,
+    SupportLevel,
+    WeightRole,
+)
 from halogen_core.spi.ops import FUSED_OPS, OPS, Ops
 from halogen_core.spi.records import (
-    Activation,
-    Array,
-    AttentionSpec,
     BackendOptions,
     BackendSpec,
     ConformanceExtras,
@@ -52,29 +64,16 @@ from halogen_core.spi.records import (
     Finding,
     FormatSpec,
     Limits,
-    MoESpec,
     OpImplementation,
-    OpSignature,
-    PackedWeight,
-    Placement,
     PolicySpec,
     ProbeContext,
     ProbeResult,
-    QuantTensor,
     Reason,
-    RopeSpec,
-    RopeStyle,
-    Sampled,
-    SamplingBatch,
     Severity,
-    StepBatch,
-    StepMeta,
     StepShape,
-    Support,
-    SupportLevel,
     Telemetry,
-    WeightRole,
 )
+from halogen_core.spi.step import Sampled, SamplingBatch, StepBatch, StepMeta
 
 if TYPE_CHECKING:
     from halogen_core.torch_backend import TorchBackend, TorchOps

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import attrs
 from numpy.typing import NDArray
 
+from halogen_core.spi.arrays import Array
 from halogen_core.spi.memory import (
     KVBlocks,
     KVCache,
@@ -17,23 +18,17 @@ from halogen_core.spi.memory import (
     MemoryRequest,
     MemoryTier,
 )
-from halogen_core.spi.ops import Ops
-from halogen_core.spi.records import (
-    Array,
-    Cost,
-    Limits,
+from halogen_core.spi.operations import (
     OpSignature,
     PackedWeight,
     Placement,
     QuantTensor,
-    Sampled,
-    StepBatch,
-    StepMeta,
-    StepShape,
     Support,
-    Telemetry,
     WeightRole,
 )
+from halogen_core.spi.ops import Ops
+from halogen_core.spi.records import Cost, Limits, StepShape, Telemetry
+from halogen_core.spi.step import Sampled, StepBatch, StepMeta
 
 
 @attrs.frozen(kw_only=True)

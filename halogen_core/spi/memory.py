@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from halogen_core.spi.records import Bytes
+from halogen_core.spi.arrays import Bytes
 
 
 @attrs.frozen(kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from halogen_core.spi.records import Activation, AttentionSpec, MoESpec, QuantTensor, RopeStyle
+from halogen_core.spi.operations import Activation, AttentionSpec, MoESpec, QuantTensor, RopeStyle
 
 
 class Checkpoint(Protocol):

@@ -9,16 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from halogen_core.spi.arrays import Array
 from halogen_core.spi.memory import KVCache
-from halogen_core.spi.records import (
-    Activation,
-    Array,
-    AttentionSpec,
-    MoESpec,
-    PackedWeight,
-    Sampled,
-    StepMeta,
-)
+from halogen_core.spi.operations import Activation, AttentionSpec, MoESpec, PackedWeight
+from halogen_core.spi.step import Sampled, StepMeta
 
 OPS = (
     "embed",

@@ -1,0 +1,29 @@
+# Shared by ./quickstart and ./test: a virtual environment with the torch build that the user chose.
+# Sourced, not run. Needs Python 3.11 or newer.
+
+PYTHON=${PYTHON:-python3}
+TORCH=${HALOGEN_TORCH:-torch==2.13.0}
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+
+# make_environment DIR: create it, or go on with the one that is there.
+make_environment() {
+    VENV=$1
+    if [ ! -x "$VENV/bin/python" ]; then
+        say "making a virtual environment in $VENV"
+        "$PYTHON" -m venv "$VENV"
+    fi
+    local index=()
+    [ -n "${HALOGEN_TORCH_INDEX:-}" ] && index=(--index-url "$HALOGEN_TORCH_INDEX")
+    if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
+        say "installing $TORCH${HALOGEN_TORCH_INDEX:+ from $HALOGEN_TORCH_INDEX} (a few hundred MB)"
+        "$VENV/bin/pip" install --quiet --disable-pip-version-check "${index[@]}" "$TORCH"
+    fi
+}
+
+# install WHAT PIP-ARGUMENTS...: quiet unless it fails.
+install() {
+    say "installing $1"
+    shift
+    "$VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+}
