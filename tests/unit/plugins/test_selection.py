@@ -1,0 +1,144 @@
+"""Probing in isolation and choosing a backend."""
+
+import time
+
+import pytest
+
+from halogen_core.errors import BackendUnavailable, PluginError
+from halogen_core.plugins import PluginRegistry, create_backend, select
+from halogen_core.plugins.probe import probe
+from halogen_core.spi import BackendOptions, ProbeContext
+
+PROBE = """
+    from halogen_core.spi import BackendSpec, ProbeResult, Reason, hookimpl
+
+    @hookimpl
+    def halogen_backends():
+        return [BackendSpec(name="{name}", factory="halogen_{name}.plugin:create", priority=99)]
+
+    @hookimpl
+    def halogen_probe(name, context):
+        BODY
+
+    def create(options):
+        raise OSError("libacme.so is missing a symbol")
+"""
+
+
+def with_probe(body):
+    return PROBE.replace("BODY", body)
+
+
+def registry_and_plugin(name="acme"):
+    registry = PluginRegistry.discover()
+    return registry, next(p for p in registry.plugins if p.name == name)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
+        ("import os; os._exit(5)", "exit code 5"),
+        ("raise OSError('no libacme')", "OSError: no libacme"),
+        ("return 80", "not one ProbeResult"),
+        ("return None", "not one ProbeResult"),
+        (
+            "return ProbeResult(score=0, reasons=(Reason(code='x', text='no card', hint='plug one in'),))",
+            "no card",
+        ),
+    ],
+)
+def test_a_bad_probe_is_isolated_and_explained(install, body, words):
+    install("acme", with_probe(body))
+    registry, plugin = registry_and_plugin()
+    result = probe(plugin, "acme", ProbeContext())
+    assert result.score == 0
+    assert words in result.reasons[0].text
+    with pytest.raises(BackendUnavailable, match="cannot run here") as error:
+        select(registry, "acme")
+    assert words in str(error.value)
+
+
+def test_a_hanging_probe_times_out(install):
+    install("acme", with_probe("import time; time.sleep(60)"))
+    _, plugin = registry_and_plugin()
+    began = time.monotonic()
+    result = probe(plugin, "acme", ProbeContext(), timeout_s=1.5)
+    assert time.monotonic() - began < 10
+    assert result.reasons[0].code == "probe_timeout"
+
+
+def test_a_printing_probe_cannot_forge_its_answer(install, capfd):
+    install("acme", with_probe("print('{\"score\": 100}'); return ProbeResult(score=3)"))
+    _, plugin = registry_and_plugin()
+    assert probe(plugin, "acme", ProbeContext()).score == 3
+    assert capfd.readouterr().out == ""
+
+
+def test_the_best_usable_backend_wins_when_none_is_named(install):
+    install("acme", with_probe("return ProbeResult(score=1)"))
+    install("broken", "raise ImportError('x')")
+    registry, _ = registry_and_plugin()
+    assert select(registry, None).spec.name == "acme"
+
+
+def test_an_unusable_one_of_higher_priority_does_not_win(install):
+    install("acme", with_probe("return ProbeResult(score=0)"))
+    registry, _ = registry_and_plugin()
+    assert select(registry, None).spec.name != "acme"
+
+
+def test_a_broken_one_asked_for_says_why(install):
+    install("acme", "raise ImportError('libacme.so.3: cannot open')")
+    registry, _ = registry_and_plugin()
+    with pytest.raises(BackendUnavailable, match="libacme.so.3"):
+        select(registry, "acme")
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(PluginError, match="installed: .*cpu_reference") as error:
+        select(PluginRegistry.discover(), "warp_drive")
+    assert error.value.code == "HRT-1107"
+
+
+def test_the_device_names_its_backend(install):
+    install("acme", with_probe("return ProbeResult(score=int(context.device == 'acme:1'))"))
+    registry, _ = registry_and_plugin()
+    assert select(registry, None, device="acme:1").spec.name == "acme"
+    with pytest.raises(BackendUnavailable):
+        select(registry, None, device="acme:2")
+
+
+def test_a_probe_is_cached_by_version_and_environment(install, tmp_path):
+    count = tmp_path / "count"
+    body = f"open({str(count)!r}, 'a').write('x'); return ProbeResult(score=3)"
+    install("acme", with_probe(body), more='probe_env = ["ACME_VISIBLE"]')
+    _, plugin = registry_and_plugin()
+
+    def ask(**environment):
+        return probe(
+            plugin, "acme", ProbeContext(), cache_dir=tmp_path / "cache", environment=environment
+        )
+
+    assert [ask().score, ask(OTHER="1").score, ask(ACME_VISIBLE="1").score] == [3, 3, 3]
+    assert count.read_text() == "xx"
+
+
+def test_a_failed_probe_is_not_cached(install, tmp_path):
+    flag = tmp_path / "plugged"
+    install(
+        "acme",
+        with_probe(f"import os; return ProbeResult(score=int(os.path.exists({str(flag)!r})))"),
+    )
+    _, plugin = registry_and_plugin()
+    assert probe(plugin, "acme", ProbeContext(), cache_dir=tmp_path).score == 0
+    flag.touch()
+    assert probe(plugin, "acme", ProbeContext(), cache_dir=tmp_path).score == 1
+
+
+def test_a_factory_that_fails_is_wrapped_with_its_distribution(install):
+    install("acme", with_probe("return ProbeResult(score=1)"))
+    registry, _ = registry_and_plugin()
+    with pytest.raises(BackendUnavailable, match="missing a symbol") as error:
+        create_backend(select(registry, "acme"), BackendOptions())
+    assert "halogen-acme" in str(error.value)
