@@ -1,0 +1,150 @@
+"""Where settings come from, who wins, and what is refused."""
+
+import itertools
+
+import attrs
+import pytest
+
+from halogen_core.config import SECTIONS, SETTINGS, resolve
+from halogen_core.config.values import size
+from halogen_core.errors import ConfigError
+
+TOML = "[server]\nport = 1003\n"
+YAML = "server:\n  port: 1003\n"
+FLAT = "port = 1003\n"
+
+
+def written(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("given", itertools.product([True, False], repeat=3))
+def test_flag_beats_environment_beats_file_beats_default(tmp_path, given):
+    flag, variable, file = given
+    path = written(tmp_path, "halogen.toml", TOML)
+    config = resolve(
+        {"port": 1001 if flag else None},
+        file=path if file else None,
+        environment={"HALOGEN_PORT": "1002"} if variable else {},
+    )
+    expected = 1001 if flag else 1002 if variable else 1003 if file else 8000
+    assert config.server.port == expected
+    source = config.sources["port"]
+    words = (
+        "flag --port" if flag else "HALOGEN_PORT" if variable else str(path) if file else "default"
+    )
+    assert words in source
+
+
+def test_toml_yaml_and_flat_keys_mean_the_same(tmp_path):
+    files = [
+        written(tmp_path, n, t) for n, t in (("a.toml", TOML), ("b.yaml", YAML), ("c.toml", FLAT))
+    ]
+    configs = [resolve(file=f, environment={}) for f in files]
+    assert {c.server.port for c in configs} == {1003}
+    assert (
+        len({attrs.astuple(attrs.evolve(c, sources={}), recurse=False)[:1] for c in configs}) == 1
+    )
+
+
+def test_the_file_is_found_by_variable_then_in_the_users_folder(tmp_path):
+    path = written(tmp_path, "x.toml", TOML)
+    assert resolve(environment={"HALOGEN_CONFIG": str(path)}).server.port == 1003
+    folder = tmp_path / "halogen"
+    folder.mkdir()
+    written(folder, "halogen.yaml", YAML)
+    assert resolve(environment={"XDG_CONFIG_HOME": str(tmp_path)}).server.port == 1003
+
+
+def test_a_config_is_frozen_and_shows_no_secret():
+    config = resolve(environment={"HALOGEN_API_KEY": "very-secret"})
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        config.server.port = 1
+    assert config.server.api_key == ("very-secret",)
+    assert "very-secret" not in repr(config) + str(config.describe())
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("[server]\nprot = 1", "HRT-1001", ["prot", "`port`"]),
+        ("max_batch_size = 4", "HRT-1005", ["max_batch_size", "max_batch"]),
+        ("[engine]\nmax_batch = 'many'", "HRT-1002", ["many", "whole number"]),
+        ("port = 70000", "HRT-1002", ["70000", "65535"]),
+        ("port = true", "HRT-1002", ["True"]),
+        ("kv_cache_ratio = 1.5", "HRT-1002", ["1.5", "at most 1"]),
+        ("kv_cache_ratio = nan", "HRT-1002", ["nan"]),
+        ("kv_dtype = 'f8'", "HRT-1002", ["f8", "q8_0"]),
+        ("pool_size = '4X'", "HRT-1002", ["4X", "GiB"]),
+        ("pool_size = '4G'\nkv_cache_ratio = 0.5", "HRT-1003", ["pool_size", "kv_cache_ratio"]),
+        ("kv_cache_pool_gb = 4.0\ngpu_memory_utilization = 0.5", "HRT-1003", ["kv_cache_pool_gb"]),
+        ("kv_cache_pool_gb = 4.0\npool_size = '4G'", "HRT-1003", ["kv_cache_pool_gb"]),
+        ("min_batch_window_ms = 9\nmax_batch_window_ms = 3", "HRT-1003", ["min_batch_window_ms"]),
+        ("max_prompt_len = 9\nmax_context = 3", "HRT-1003", ["max_prompt_len"]),
+        ("port = 1\nunix_socket = '/tmp/x'", "HRT-1003", ["unix_socket"]),
+        ("port = ", "HRT-1004", ["x.toml"]),
+    ],
+)
+def test_bad_files_are_refused_with_code_and_reason(tmp_path, text, code, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(file=written(tmp_path, "x.toml", text), environment={})
+    assert caught.value.code == code
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "a: [", "\x00"])
+def test_a_yaml_file_must_be_a_table(tmp_path, text):
+    with pytest.raises(ConfigError) as caught:
+        resolve(file=written(tmp_path, "x.yaml", text), environment={})
+    assert caught.value.code == "HRT-1004"
+
+
+def test_missing_file_and_misspelt_variable():
+    with pytest.raises(ConfigError, match="HRT-1004"):
+        resolve(environment={"HALOGEN_CONFIG": "/nowhere.toml"})
+    with pytest.raises(ConfigError, match="HALOGEN_PORT"):
+        resolve(environment={"HALOGEN_PROT": "1"})
+    resolve(environment={"HALOGEN_SOME_VENDOR_SWITCH": "1"})
+
+
+def test_a_conflict_across_sources_names_both(tmp_path):
+    path = written(tmp_path, "x.toml", "kv_cache_ratio = 0.5")
+    with pytest.raises(ConfigError) as caught:
+        resolve({"pool_size": "1G"}, file=path, environment={})
+    assert "--pool-size" in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("96G", 96 << 30),
+        ("96GiB", 96 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2GB", 2 * 10**9),
+        ("512", 512),
+        (512, 512),
+        ("1k", 1024),
+    ],
+)
+def test_sizes(text, expected):
+    assert size(text) == expected
+
+
+def test_lists_and_pairs():
+    config = resolve(
+        {"backend_option": ("a=1", "b=2"), "no_plugin": ("x,y", "z")},
+        environment={"HALOGEN_PLUGINS": "one, two"},
+    )
+    assert config.engine.backend_option == {"a": "1", "b": "2"}
+    assert config.engine.no_plugin == ("x", "y", "z")
+    assert config.engine.plugins == ("one", "two")
+
+
+def test_setting_names_are_unique_and_documented():
+    names = [f.name for fields in SECTIONS.values() for f in attrs.fields(fields)]
+    assert len(names) == len(set(names)) == len(SETTINGS)
+    assert not {a for s in SETTINGS.values() for a in s.aliases} & set(names)
+    assert all(s.doc for s in SETTINGS.values())
