@@ -1,0 +1,243 @@
+"""Quantised weights as bit planes: what GGUF blocks become when they are packed for a GPU.
+
+A GGUF block interleaves scales and codes, so its loads neither align nor vectorise. Here codes and
+scales lie apart. Codes of 32 elements are 16 bytes: nibble i of word w holds element 4 i + w, so a
+thread's 16-byte load is one block and belongs to one scale. A fifth bit lies in a plane of 32 bits per
+block, the upper two bits of six in one of 64 (element order). Everything is a regrouping of bits, so
+`dequantise` returns exactly what ggml computes.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from halogen_core.spi import FORMATS
+
+
+@attrs.frozen(kw_only=True)
+class PlaneFormat:
+    """How the kernels read a format. Value = scale * (code - offset) - min."""
+
+    name: str
+    index: int
+    """The constant by which kernels branch; see `linear_kernels`."""
+    high_bits: int = 0
+    """Bits beyond four, in a plane of their own."""
+    offset: int = 0
+
+
+PLANE_FORMATS = {
+    f.name: f
+    for f in (
+        PlaneFormat(name="Q4_0", index=1, offset=8),
+        PlaneFormat(name="Q5_0", index=1, offset=16, high_bits=1),
+        PlaneFormat(name="Q4_1", index=2),
+        PlaneFormat(name="Q5_1", index=2, high_bits=1),
+        PlaneFormat(name="Q4_K", index=3),
+        PlaneFormat(name="Q5_K", index=3, high_bits=1),
+        PlaneFormat(name="Q6_K", index=4, offset=32, high_bits=2),
+        PlaneFormat(name="Q8_0", index=5),
+    )
+}
+"""index 1: f16 scale per 32; 2: f16 (scale, min) per 32; 3: 6-bit (scale, min) per 32 under an f16
+pair per 256; 4: int8 scale per 16 under an f16 per 256; 5: bytes under an f16 scale per 32."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Planes:
+    """A weight [N, K], or [E, N, K] with experts first, as bit planes."""
+
+    format: PlaneFormat
+    shape: tuple[int, ...]
+    codes: Tensor
+    """int32 [..., K / 8], or int8 [..., K] of Q8_0."""
+    high: Tensor
+    """int32 [..., K / 32 * high_bits]; `codes` where there are none."""
+    scales: Tensor
+    """f16 [..., K / 32 * (1 or 2)]; uint8 [..., K / 32 * 2]; int8 [..., K / 16]."""
+    supers: Tensor
+    """f16 [..., K / 256 * (1 or 2)]; `scales` where there are none."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.codes, self.high, self.scales, self.supers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, each tensor once."""
+        return sum(t.nbytes for t in {id(t): t for t in self.tensors}.values())
+
+    def replace(self, tensors: list[Tensor], shape: tuple[int, ...]) -> Planes:
+        """The same planes over other tensors."""
+        codes, high, scales, supers = tensors
+        return Planes(
+            format=self.format, shape=shape, codes=codes, high=high, scales=scales, supers=supers
+        )
+
+
+def repack(name: str, raw: Tensor, shape: tuple[int, ...]) -> Planes:
+    """Raw GGUF bytes (uint8, any shape) of a weight to planes, on the device of `raw`."""
+    stored = FORMATS[name]
+    fmt = PLANE_FORMATS[name]
+    lead = shape[:-1]
+    blocks = raw.reshape(*lead, shape[-1] // stored.block, stored.bytes)
+    if name == "Q8_0":
+        codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
+        scales = _f16(blocks[..., :2])
+        return Planes(format=fmt, shape=shape, codes=codes, high=codes, scales=scales, supers=scales)
+    codes = _CODES[name](blocks).reshape(*lead, shape[-1] // 32, 32)
+    scales, supers = _SCALES[fmt.index](blocks)
+    words = _words(codes)
+    return Planes(
+        format=fmt,
+        shape=shape,
+        codes=words,
+        high=_high(codes, fmt.high_bits) if fmt.high_bits else words,
+        scales=scales,
+        supers=scales if supers is None else supers,
+    )
+
+
+def concatenate(parts: list[Planes]) -> Planes:
+    """Planes of one format stacked along the output axis."""
+    axis = len(parts[0].shape) - 2
+    shape = list(parts[0].shape)
+    shape[axis] = sum(p.shape[axis] for p in parts)
+    joined: dict[int, Tensor] = {}
+    tensors = []
+    for columns in zip(*(p.tensors for p in parts), strict=True):
+        key = id(columns[0])
+        if key not in joined:
+            joined[key] = torch.cat(columns, axis)
+        tensors.append(joined[key])
+    return parts[0].replace(tensors, tuple(shape))
+
+
+def dequantise(planes: Planes) -> Tensor:
+    """float32 values [..., K], as ggml computes them."""
+    fmt = planes.format
+    scale, low = _scale_and_min(planes)
+    if fmt.index == 5:
+        codes = planes.codes.unflatten(-1, (-1, 32)).float()
+    else:
+        words = planes.codes.unflatten(-1, (-1, 4))[..., None, :]
+        shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32))[:, None]
+        codes = ((words >> shifts) & 15).flatten(-2)
+        codes = (codes | _high_codes(planes) << 4 if fmt.high_bits else codes).float()
+    per = codes.shape[-1] * codes.shape[-2] // scale.shape[-1]
+    values = (codes - fmt.offset).flatten(-2).unflatten(-1, (-1, per)) * scale[..., None]
+    if low is not None:
+        values = values - low[..., None]
+    return values.flatten(-2)
+
+
+def _scale_and_min(planes: Planes) -> tuple[Tensor, Tensor | None]:
+    scales = planes.scales
+    if planes.format.index in (1, 5):
+        return scales.float(), None
+    if planes.format.index == 2:
+        return scales[..., 0::2].float(), -scales[..., 1::2].float()
+    supers = planes.supers.float()
+    if planes.format.index == 4:
+        return scales.float() * supers.repeat_interleave(16, -1), None
+    scale = scales[..., 0::2].float() * supers[..., 0::2].repeat_interleave(8, -1)
+    return scale, scales[..., 1::2].float() * supers[..., 1::2].repeat_interleave(8, -1)
+
+
+def _f16(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.float16).flatten(-2)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """int32 [..., K / 8] of codes [..., K / 32, 32]."""
+    nibbles = (codes & 15).to(torch.int32).unflatten(-1, (8, 4))
+    words = torch.zeros_like(nibbles[..., 0, :])
+    for i in range(8):
+        words |= nibbles[..., i, :] << (4 * i)
+    return words.flatten(-2)
+
+
+def _high(codes: Tensor, bits: int) -> Tensor:
+    """int32 [..., K / 32 * bits] of the bits above four."""
+    per = 32 // bits
+    upper = (codes >> 4).to(torch.int32).unflatten(-1, (bits, per))
+    words = torch.zeros_like(upper[..., 0])
+    for k in range(per):
+        words |= upper[..., k] << (bits * k)
+    return words.flatten(-2)
+
+
+def _high_codes(planes: Planes) -> Tensor:
+    bits = planes.format.high_bits
+    per = 32 // bits
+    shifts = bits * torch.arange(per, device=planes.high.device, dtype=torch.int32)
+    upper = (planes.high[..., None] >> shifts) & ((1 << bits) - 1)
+    return upper.flatten(-2).unflatten(-1, (-1, 32))
+
+
+def _halves(qs: Tensor) -> Tensor:
+    """Low nibbles of a group, then its high nibbles."""
+    return torch.cat([qs & 15, qs >> 4], -1)
+
+
+def _codes_4(at: int):  # type: ignore[no-untyped-def]
+    return lambda blocks: _halves(blocks[..., at:])
+
+
+def _codes_5(at: int):  # type: ignore[no-untyped-def]
+    def codes(blocks: Tensor) -> Tensor:
+        bits = blocks[..., at : at + 4].contiguous().view(torch.int32)
+        shifts = torch.arange(32, device=bits.device, dtype=torch.int32)
+        upper = ((bits >> shifts) & 1).to(torch.uint8)
+        return _halves(blocks[..., at + 4 :]) | upper << 4
+
+    return codes
+
+
+def _codes_4_k(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., 16:].unflatten(-1, (4, 32)))
+
+
+def _codes_5_k(blocks: Tensor) -> Tensor:
+    low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32))
+    shifts = torch.arange(8, device=blocks.device, dtype=torch.uint8).reshape(4, 2, 1)
+    upper = (blocks[..., None, None, 16:48] >> shifts) & 1
+    return low | upper << 4
+
+
+def _codes_6_k(blocks: Tensor) -> Tensor:
+    ql = blocks[..., :128].unflatten(-1, (2, 2, 32))
+    qh = blocks[..., None, 128:192].unflatten(-1, (2, 32)).transpose(-2, -3)
+    low = torch.cat([ql & 15, ql >> 4], -2)
+    shifts = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
+    return low | ((qh >> shifts) & 3) << 4
+
+
+def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale, min) bytes of each 32 [..., K / 256, 8, 2] and the f16 pair."""
+    s = blocks[..., 4:16]
+    scale = torch.cat([s[..., :4] & 63, (s[..., 8:] & 15) | (s[..., :4] >> 6) << 4], -1)
+    low = torch.cat([s[..., 4:8] & 63, (s[..., 8:] >> 4) | (s[..., 4:8] >> 6) << 4], -1)
+    return torch.stack([scale, low], -1).flatten(-3), _f16(blocks[..., :4])
+
+
+_CODES = {
+    "Q4_0": _codes_4(2),
+    "Q4_1": _codes_4(4),
+    "Q5_0": _codes_5(2),
+    "Q5_1": _codes_5(4),
+    "Q4_K": _codes_4_k,
+    "Q5_K": _codes_5_k,
+    "Q6_K": _codes_6_k,
+}
+_SCALES = {
+    1: lambda blocks: (_f16(blocks[..., :2]), None),
+    2: lambda blocks: (_f16(blocks[..., :4]), None),
+    3: _six_bit_scales,
+    4: lambda blocks: (
+        blocks[..., 192:208].contiguous().view(torch.int8).flatten(-2),
+        _f16(blocks[..., 208:]),
+    ),
+}
