@@ -20,7 +20,7 @@ def written(tmp_path, name, text):
     return path
 
 
-@pytest.mark.parametrize("given", itertools.product([True, False], repeat=3))
+@pytest.mark.parametrize("given", list(itertools.product([True, False], repeat=3)))
 def test_flag_beats_environment_beats_file_beats_default(tmp_path, given):
     flag, variable, file = given
     path = written(tmp_path, "halogen.toml", TOML)
@@ -44,9 +44,7 @@ def test_toml_yaml_and_flat_keys_mean_the_same(tmp_path):
     ]
     configs = [resolve(file=f, environment={}) for f in files]
     assert {c.server.port for c in configs} == {1003}
-    assert (
-        len({attrs.astuple(attrs.evolve(c, sources={}), recurse=False)[:1] for c in configs}) == 1
-    )
+    assert len({repr(attrs.evolve(c, sources={})) for c in configs}) == 1
 
 
 def test_the_file_is_found_by_variable_then_in_the_users_folder(tmp_path):

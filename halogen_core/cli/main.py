@@ -1,0 +1,84 @@
+"""`halogen`: a group that imports a command only when it is run."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+import click
+
+from halogen_core import __version__
+from halogen_core.errors import HalogenError
+
+EXIT_ERROR = 2
+
+COMMANDS: dict[str, str] = {
+    "conform": "Check a backend against the conformance suite.",
+    "doctor": "Check this machine and what is installed on it.",
+    "explain": "Say what an HRT error code means and how to mend it.",
+    "inspect": "Show what a model file says of itself.",
+    "new-backend": "Write the skeleton of a backend plugin.",
+    "plugins": "Show the installed plugins and what they can do here.",
+    "pull": "Download a model and check it.",
+    "run": "Answer a prompt, or chat.",
+    "serve": "Serve the OpenAI API.",
+}
+"""Command -> help; `some-name` is the object `command` of module `halogen_core.cli.some_name`."""
+
+
+class LazyGroup(click.Group):
+    """Finds commands by name; errors of ours end the program with exit code 2, without a trace."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*COMMANDS, *super().list_commands(ctx)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module = importlib.import_module("halogen_core.cli." + cmd_name.replace("-", "_"))
+            command: click.Command = module.command
+            return command
+        if cmd_name not in self.commands:
+            self._add_plugin_commands()
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exc:
+            if near := difflib.get_close_matches(args[0], self.list_commands(ctx), n=1):
+                raise click.UsageError(f"{exc.message} Did you mean '{near[0]}'?", ctx) from exc
+            raise
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except HalogenError as exc:
+            report(exc)
+            ctx.exit(EXIT_ERROR)
+
+    def _add_plugin_commands(self) -> None:
+        """Let plugins add theirs; only for names that the core does not know."""
+        from halogen_core.plugins import PluginRegistry
+
+        for _ in PluginRegistry.discover().call("halogen_cli_commands", group=self):
+            pass
+
+
+def report(error: HalogenError) -> None:
+    """One error for people, on stderr."""
+    click.secho(f"error [{error.code}]: {error.message}", fg="red", err=True)
+    if error.fix:
+        click.echo(f"  fix: {error.fix}", err=True)
+    click.echo(f"  more: halogen explain {error.code}", err=True)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="halogen")
+def main() -> None:
+    """Run language models on whatever hardware a plugin speaks to."""

@@ -1,0 +1,94 @@
+"""The command line as a whole: quick, lazy, and errors with code and fix."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from halogen_core.cli.main import COMMANDS, main
+from halogen_core.error_catalogue import catalogue
+from halogen_core.plugins import PluginRegistry
+
+
+def halogen(*arguments, env=None):
+    return CliRunner().invoke(main, list(arguments), env=env)
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = (
+        "import sys; from halogen_core.cli.main import main; main(['--help'], standalone_mode=False);"
+        "heavy = {'torch', 'fastapi', 'numpy', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+    assert min(times) < 0.5
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_every_listed_command_exists_and_has_help():
+    for name in COMMANDS:
+        result = halogen(name, "--help")
+        assert result.exit_code == 0, (name, result.output)
+        assert "Usage:" in result.output
+
+
+def test_a_misspelt_command_names_the_nearest():
+    result = halogen("plugns")
+    assert result.exit_code == 2
+    assert "'plugins'" in result.output
+
+
+@pytest.mark.parametrize("asked", ["HRT-1102", "1102", "[hrt-1102]"])
+def test_explain(asked):
+    result = halogen("explain", asked)
+    assert result.exit_code == 0
+    assert catalogue()["HRT-1102"].fix in result.output
+
+
+def test_explain_lists_all_and_refuses_unknown_codes():
+    assert all(code in halogen("explain").output for code in catalogue())
+    result = halogen("explain", "HRT-9999")
+    assert result.exit_code == 2
+    assert "HRT-1006" in result.output
+
+
+def test_plugins_list_as_data(tmp_path):
+    result = halogen("plugins", "list", "--json", "--cache-dir", str(tmp_path))
+    rows = {row["name"]: row for row in json.loads(result.output)}
+    reference = rows["cpu_reference"]
+    assert reference["status"] == "ok"
+    assert reference["backends"][0]["usable"]
+    assert reference["backends"][0]["devices"][0]["id"] == "cpu_reference:0"
+
+
+def test_plugins_can_be_blocked_and_the_list_says_so():
+    result = halogen("plugins", "list", "--no-probe", "--no-plugin", "cpu_reference")
+    assert "disabled" in result.output
+    assert "blocked by --no-plugin" in result.output
+    result = halogen("plugins", "list", "--no-probe", env={"HALOGEN_PLUGINS": "other"})
+    assert "not in the HALOGEN_PLUGINS list" in result.output
+
+
+def test_a_bad_setting_ends_with_code_and_fix():
+    result = halogen("plugins", "list", "--config", "/nowhere.toml")
+    assert result.exit_code == 2
+    assert "HRT-1004" in result.output
+    assert "fix:" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_plugins_are_not_loaded_for_known_commands(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("plugins were loaded")
+
+    monkeypatch.setattr(PluginRegistry, "discover", refuse)
+    assert halogen("explain").exit_code == 0
