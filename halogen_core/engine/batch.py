@@ -1,0 +1,101 @@
+"""From scheduled sequences to the flat arrays of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from halogen_core.engine.sampler import RowSampler, SamplingRow, sampling_batch
+from halogen_core.spi import StepBatch, StepShape
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BatchItem:
+    """One sequence's share of a step: tokens start .. start + count - 1 are computed."""
+
+    token_ids: Sequence[int]
+    start: int
+    count: int
+    block_table: Sequence[int]
+    sampler: RowSampler
+    samples: bool
+    """Whether the last of these tokens is the sequence's last, so that a new one is picked."""
+    prompt_logprobs: int = 0
+    """Length of the prompt if its log-probabilities are wanted, else 0."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """Whose a row of logits is: item index and the position of the token it is about."""
+
+    item: int
+    position: int
+    is_prompt: bool
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """A batch and the meaning of its rows."""
+
+    batch: StepBatch
+    rows: tuple[Row, ...]
+    shape: StepShape
+
+
+def build_step(items: Sequence[BatchItem], block_size: int) -> Step:
+    """The step that computes `items`, in order."""
+    starts = np.zeros(len(items) + 1, np.int32)
+    np.cumsum([item.count for item in items], out=starts[1:])
+    total = int(starts[-1])
+    token_ids, positions = np.empty(total, np.int32), np.empty(total, np.int32)
+    slots = np.empty(total, np.int64)
+    width = max((len(item.block_table) for item in items), default=0)
+    tables = np.full((len(items), width), -1, np.int32)
+    for i, item in enumerate(items):
+        at = slice(starts[i], starts[i + 1])
+        table = tables[i, : len(item.block_table)]
+        table[:] = item.block_table
+        where = np.arange(item.start, item.end)
+        token_ids[at] = item.token_ids[item.start : item.end]
+        positions[at] = where
+        slots[at] = table[where // block_size].astype(np.int64) * block_size + where % block_size
+    wanted = [w for i, item in enumerate(items) for w in _rows(i, item, int(starts[i]))]
+    batch = StepBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_start_loc=starts,
+        seq_lens=np.array([item.end for item in items], np.int32),
+        block_tables=tables,
+        logit_rows=np.array([at for at, _, _ in wanted], np.int32),
+        sampling=sampling_batch([row for _, _, row in wanted]),
+    )
+    return Step(batch, tuple(row for _, row, _ in wanted), step_shape(items))
+
+
+def step_shape(items: Sequence[BatchItem]) -> StepShape:
+    """The step's size for the cost model; one token of a sequence with history is decode."""
+    decodes = sum(1 for item in items if item.count == 1 and item.start > 0)
+    return StepShape(
+        prefill_tokens=sum(item.count for item in items) - decodes,
+        decode_sequences=decodes,
+        kv_tokens=sum(item.end for item in items),
+    )
+
+
+def _rows(index: int, item: BatchItem, first: int) -> list[tuple[int, Row, SamplingRow]]:
+    rows = []
+    if item.prompt_logprobs:
+        for at in range(item.start, min(item.end, item.prompt_logprobs - 1)):
+            forced = SamplingRow(item.sampler, at + 1, int(item.token_ids[at + 1]))
+            rows.append((first + at - item.start, Row(index, at + 1, True), forced))
+    if item.samples:
+        row = SamplingRow(item.sampler, item.end)
+        rows.append((first + item.count - 1, Row(index, item.end, False), row))
+    return rows
