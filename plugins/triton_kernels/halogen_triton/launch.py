@@ -1,8 +1,16 @@
-"""Launch shapes as data: tiles and compiler options of a kernel."""
+"""Launch shapes as data: tiles and compiler options per kernel, arch and class of shape.
+
+Tables are JSON files in `tables/`, one per arch: kernel -> list of rules, first match wins. A rule has
+upper bounds (`n`, `k`, `m`, `d`) and a launch. `source` says where the numbers come from.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 import attrs
 
@@ -18,11 +26,80 @@ class Launch:
     stages: int = 1
     waves_per_eu: int = 0
     """AMD only: registers are limited so that so many waves fit a SIMD; 0: no limit."""
+    pdl: bool = False
+    """NVIDIA only: programmatic dependent launch."""
 
     @property
-    def options(self) -> Mapping[str, int]:
-        """Keyword arguments of a Triton launch."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self) -> Mapping[str, Any]:
+        """Compiler options of a Triton launch."""
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
         if self.waves_per_eu:
             options["waves_per_eu"] = self.waves_per_eu
+        if self.pdl:
+            options["launch_pdl"] = True
         return options
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """A launch and the largest shape it is for."""
+
+    launch: Launch
+    bounds: Mapping[str, int] = attrs.field(factory=dict)
+    programs: int = 0
+    """Of a split decode: a fixed grid, a small multiple of the device's cores."""
+
+    def fits(self, shape: Mapping[str, int]) -> bool:
+        return all(shape.get(key, 0) <= most for key, most in self.bounds.items())
+
+
+@attrs.frozen(kw_only=True)
+class Tuning:
+    """All rules of one arch."""
+
+    arch: str
+    source: str
+    rules: Mapping[str, tuple[Rule, ...]]
+    pdl: bool = False
+
+    def rule(self, kernel: str, **shape: int) -> Rule:
+        """The first rule of `kernel` that fits; the last one is for everything else."""
+        rules = self.rules[kernel]
+        found = next((rule for rule in rules if rule.fits(shape)), rules[-1])
+        if self.pdl == found.launch.pdl:
+            return found
+        return attrs.evolve(found, launch=attrs.evolve(found.launch, pdl=self.pdl))
+
+    def launch(self, kernel: str, **shape: int) -> Launch:
+        return self.rule(kernel, **shape).launch
+
+
+def parse(data: Mapping[str, Any]) -> Tuning:
+    """A table as stored."""
+    rules = {
+        kernel: tuple(
+            Rule(
+                launch=Launch(**rule["launch"]),
+                bounds=rule.get("bounds", {}),
+                programs=rule.get("programs", 0),
+            )
+            for rule in entries
+        )
+        for kernel, entries in data["kernels"].items()
+    }
+    return Tuning(
+        arch=data["arch"], source=data["source"], rules=rules, pdl=data.get("pdl", False)
+    )
+
+
+def available() -> list[str]:
+    """Archs with a table of their own."""
+    return sorted(f.name[:-5] for f in files("halogen_triton").joinpath("tables").iterdir())
+
+
+@cache
+def tuning(arch: str) -> Tuning:
+    """The table of `arch`, or of `generic`."""
+    folder = files("halogen_triton").joinpath("tables")
+    name = arch if arch in available() else "generic"
+    return parse(json.loads(folder.joinpath(f"{name}.json").read_text(encoding="utf-8")))

@@ -1,0 +1,147 @@
+"""Linear layers: picks a kernel by rows and format, and calls it."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import triton
+from torch import Tensor
+
+from halogen_triton import linear_kernels as kernels
+from halogen_triton.interpreter import repair
+from halogen_triton.launch import Launch, Tuning
+from halogen_triton.planes import Planes
+
+repair()
+
+Weight = Tensor | Planes
+"""Dense [N, K], or planes; with a leading expert axis where experts are meant."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ExpertRows:
+    """Which rows each tile of a grouped product takes (see `linear_kernels.expert_rows`)."""
+
+    row_ids: Tensor
+    """int32 [blocks * block_m]"""
+    block_expert: Tensor
+    """int32 [blocks], -1: unused."""
+    block_m: int
+    pairs: int
+    """Rows of the result."""
+    top_k: int
+    """Pairs that share a row of x: 1 when x already has a row per pair."""
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    tuning: Tuning,
+    *,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias: [T, N].
+
+    With `activation` (see `pointwise_kernels.gated`; one row only) the weight is gate over up and the
+    result [T, N / 2].
+    """
+    n, k = weight.shape[-2:]
+    rows = x.shape[0]
+    n = n // 2 if activation else n
+    y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    if rows == 1:
+        _gemv(x, weight, tuning, bias, activation, y)
+        return y
+    assert not activation
+    kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
+    launch = tuning.launch(kind, m=rows, n=n, k=k)
+    grid = (triton.cdiv(n, launch.block_n), triton.cdiv(rows, launch.block_m))
+    _gemm(x, weight, launch, bias, y, grid, None)
+    return y
+
+
+def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -> Tensor:
+    """A row per (token, choice) pair: x [T, K] through its expert of weight [E, N, K]: [pairs, N]."""
+    n, k = weight.shape[-2:]
+    y = torch.empty(rows.pairs, n, dtype=x.dtype, device=x.device)
+    kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
+    launch = attrs.evolve(tuning.launch(kind, m=rows.block_m, n=n, k=k), block_m=rows.block_m)
+    grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
+    _gemm(x, weight, launch, None, y, grid, rows)
+    return y
+
+
+def embedding_rows(
+    ids: Tensor, weight: Planes, dtype: torch.dtype, *, scale: float = 1.0
+) -> Tensor:
+    """Rows `ids` [T] of a packed table [V, H], dequantised: [T, H]."""
+    k = weight.shape[-1]
+    y = torch.empty(ids.shape[0], k, dtype=dtype, device=ids.device)
+    if ids.shape[0]:
+        blocks = min(16, triton.next_power_of_2(k // 32))
+        grid = (ids.shape[0], triton.cdiv(k // 32, blocks))
+        kernels.plane_rows[grid](
+            ids, *weight.tensors, y, k, float(scale), NB=blocks, **_format(weight), num_warps=1
+        )
+    return y
+
+
+def _format(weight: Planes) -> dict[str, int]:
+    fmt = weight.format
+    return {"FORMAT": fmt.index, "HIGH": fmt.high_bits, "OFFSET": fmt.offset}
+
+
+def _gemv(
+    x: Tensor, weight: Weight, tuning: Tuning, bias: Tensor | None, activation: int, y: Tensor
+) -> None:
+    n, k = y.shape[1], weight.shape[-1]
+    flags = {"BIAS": bias is not None, "GATED": activation, "PDL": tuning.pdl}
+    extra = y if bias is None else bias
+    if isinstance(weight, Planes):
+        launch = tuning.launch("plane_gemv", n=n, k=k)
+        blocks = min(launch.block_k // 32, triton.next_power_of_2(k // 32))
+        kernels.plane_gemv[(triton.cdiv(n, launch.block_n),)](
+            x, *weight.tensors, extra, y, n, k,
+            BN=launch.block_n, NB=blocks, **_format(weight), **flags, **launch.options,
+        )  # fmt: skip
+        return
+    launch = tuning.launch("dense_gemv", n=n, k=k)
+    kernels.dense_gemv[(triton.cdiv(n, launch.block_n),)](
+        x, weight, extra, y, n, k, BN=launch.block_n, BK=launch.block_k, **flags, **launch.options
+    )
+
+
+def _gemm(
+    x: Tensor,
+    weight: Weight,
+    launch: Launch,
+    bias: Tensor | None,
+    y: Tensor,
+    grid: tuple[int, int],
+    rows: ExpertRows | None,
+) -> None:
+    m, n = y.shape
+    k = weight.shape[-1]
+    lists = (y, y) if rows is None else (rows.row_ids, rows.block_expert)
+    tail = (*lists, m, n, k, x.stride(0), 1 if rows is None else rows.top_k)
+    extra = y if bias is None else bias
+    flags = {
+        "BM": launch.block_m,
+        "BN": launch.block_n,
+        "BIAS": bias is not None,
+        "EXPERTS": rows is not None,
+        "PDL": launch.pdl,
+    }
+    if isinstance(weight, Planes):
+        kernels.plane_gemm[grid](
+            x, *weight.tensors, extra, y, *tail,
+            NB=launch.block_k // 32, **flags, **_format(weight), **launch.options,
+        )  # fmt: skip
+    else:
+        kernels.dense_gemm[grid](
+            x, weight, extra, y, *tail, BK=launch.block_k, **flags, **launch.options
+        )

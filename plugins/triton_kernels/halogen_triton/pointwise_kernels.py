@@ -1,0 +1,198 @@
+"""Small fused kernels around the linear layers; one program per token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SILU = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+SWIGLU_OAI = tl.constexpr(3)
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the next kernel start while this one runs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until the previous kernel has finished and its writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """`act(gate) * up` in float32."""
+    if KIND == SILU:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == GELU_TANH:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)) * up
+    else:
+        g = tl.minimum(gate, 7.0)
+        u = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
+
+
+@triton.jit
+def gated_act(x, y, F, x_stride, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    """y [T, F] = act(x[:, :F]) * x[:, F:]; grid (T, blocks of F)."""
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < F
+    pdl_wait(PDL)
+    gate = tl.load(x + t * x_stride + f, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + t * x_stride + F + f, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + t * F + f, gated(gate, up, KIND).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm(
+    x,
+    residual,
+    weight,
+    y,
+    total,
+    H,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [T, H] = RMSNorm(x) (Zhang and Sennrich, 2019); with ADD of `total` = x + residual."""
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < H
+    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    v = tl.load(x + t * H + c, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(residual + t * H + c, mask=inside, other=0.0).to(tl.float32)
+        rounded = v.to(total.dtype.element_ty)
+        tl.store(total + t * H + c, rounded, mask=inside)
+        v = rounded.to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / H + eps)
+    tl.store(y + t * H + c, (v * r * w).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kv(cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.constexpr, BH: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """Heads v [BH, D_PAD] to cache `rows` [BH] in the storage type."""
+    at = rows[:, None] * D + d[None, :]
+    if STORE == 0:
+        tl.store(cache + at, v.to(cache.dtype.element_ty), mask=mask)
+    elif STORE == 1:
+        groups = tl.reshape(tl.where(mask, v, 0.0), [BH, D_PAD // 32, 32])
+        scale = (tl.max(tl.abs(groups), 2) / 127.0)
+        inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
+        q = groups * inverse[:, :, None]
+        # round half away from zero, as ggml does
+        q = tl.where(q < 0.0, -tl.floor(0.5 - q), tl.floor(q + 0.5))
+        tl.store(cache + at, tl.reshape(q, [BH, D_PAD]).to(tl.int8), mask=mask)
+        g = tl.arange(0, D_PAD // 32)
+        tl.store(
+            scales + rows[:, None] * (D // 32) + g[None, :],
+            scale.to(tl.float16),
+            mask=(rows >= 0)[:, None] & (g < D // 32)[None, :],
+        )
+    else:
+        # f16 to e5m2 drops a byte: round to nearest even on the bits that stay
+        bits = v.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+        rounded = (bits + 127 + ((bits >> 8) & 1)) >> 8
+        tl.store(cache + at, rounded.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def qkv_rope_store(
+    qkv,
+    q_out,
+    k_cache,
+    k_scales,
+    v_cache,
+    v_scales,
+    positions,
+    slots,
+    inv_freq,
+    q_weight,
+    k_weight,
+    factor,
+    eps,
+    qkv_stride,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    BH: tl.constexpr,
+    NEOX: tl.constexpr,
+    ROPE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm and rotate Q and K of one token, write K and V to the cache; grid (T, chunks of BH heads).
+
+    A partner element is read a second time rather than exchanged between threads: the row is in
+    cache, and one code serves both pairings (`RopeStyle`). A slot below zero writes nothing.
+    """
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    d = tl.arange(0, D_PAD)
+    pair = d % (ROT // 2) if NEOX else d // 2
+    turned = d < ROT
+    if NEOX:
+        partner = tl.where(d < ROT // 2, d + ROT // 2, d - ROT // 2)
+        sign = tl.where(d < ROT // 2, -1.0, 1.0)
+    else:
+        partner = tl.where(d % 2 == 0, d + 1, d - 1)
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    partner = tl.where(turned, partner, d)
+    pdl_wait(PDL)
+    position = tl.load(positions + t).to(tl.float32)
+    slot = tl.load(slots + t)
+    is_q = h < HQ
+    is_k = (h >= HQ) & (h < HQ + HKV)
+    is_v = (h >= HQ + HKV) & (h < HQ + 2 * HKV)
+    inside = (h < HQ + 2 * HKV)[:, None] & (d < D)[None, :]
+    at = t * qkv_stride + h * D
+    x = tl.load(qkv + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(qkv + at[:, None] + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if Q_NORM or K_NORM:
+        r = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+        if Q_NORM:
+            w = r[:, None] * tl.load(q_weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            wp = r[:, None] * tl.load(q_weight + partner, mask=d < D, other=0.0).to(tl.float32)
+            x = tl.where(is_q[:, None], x * w, x)
+            y = tl.where(is_q[:, None], y * wp, y)
+        if K_NORM:
+            w = r[:, None] * tl.load(k_weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            wp = r[:, None] * tl.load(k_weight + partner, mask=d < D, other=0.0).to(tl.float32)
+            x = tl.where(is_k[:, None], x * w, x)
+            y = tl.where(is_k[:, None], y * wp, y)
+    if ROPE:
+        angle = position * tl.load(inv_freq + pair, mask=turned, other=0.0)
+        cos = tl.where(turned, tl.cos(angle) * factor, 1.0)
+        sin = tl.where(turned, tl.sin(angle) * factor, 0.0) * sign
+        x = tl.where(is_v[:, None], x, x * cos[None, :] + y * sin[None, :])
+    q_at = t * (HQ * D) + h * D
+    tl.store(
+        q_out + q_at[:, None] + d[None, :],
+        x.to(q_out.dtype.element_ty),
+        mask=inside & is_q[:, None],
+    )
+    live = slot >= 0
+    k_head = h - HQ
+    k_row = tl.where(is_k & live, ((slot // PAGE) * HKV + k_head) * PAGE + slot % PAGE, -1)
+    v_row = tl.where(is_v & live, ((slot // PAGE) * HKV + k_head - HKV) * PAGE + slot % PAGE, -1)
+    _store_kv(k_cache, k_scales, k_row, x, d, inside & (k_row >= 0)[:, None], D, STORE, BH, D_PAD)
+    _store_kv(v_cache, v_scales, v_row, x, d, inside & (v_row >= 0)[:, None], D, STORE, BH, D_PAD)
