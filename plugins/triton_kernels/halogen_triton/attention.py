@@ -18,14 +18,21 @@ STORES = {"f32": 0, "f16": 0, "bf16": 0, "q8_0": 1, "f8_e5m2": 2}
 
 @attrs.frozen(kw_only=True, eq=False)
 class LayerKV:
-    """K and V of one layer: [N, Hkv, B, D] (int8 or uint8 for quantised storage), with the f16
-    scales [N, Hkv, B, D / 32] of q8_0."""
+    """K and V of one layer: [N, 2, Hkv, B, D] (int8 or uint8 for quantised storage), with the f16
+    scales [N, 2, Hkv, B, D / 32] of q8_0."""
 
-    k: Tensor
-    v: Tensor
+    data: Tensor
     store: int = 0
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    scales: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[3]
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K, its scales, V, its scales; anything where there are no scales."""
+        scales = self.data if self.scales is None else self.scales
+        return self.data[:, 0], scales[:, 0], self.data[:, 1], scales[:, 1]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -90,11 +97,6 @@ def attention(
     return out
 
 
-def _pointers(q: Tensor, kv: LayerKV) -> tuple[Tensor, ...]:
-    scales = (kv.k, kv.v) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
-    return q, kv.k, scales[0], kv.v, scales[1]
-
-
 def _shape_constants(kv: LayerKV, sequences: Sequences, shape: HeadShape, plan: AttentionPlan):  # type: ignore[no-untyped-def]
     return {
         "HQ": shape.num_heads,
@@ -122,7 +124,8 @@ def _prefill(
     num = len(sequences.seq_lens)
     grid = (triton.cdiv(sequences.num_tokens, block_m // group) + num, shape.num_kv_heads)
     kernels.prefill[grid](
-        *_pointers(q, kv),
+        q,
+        *kv.pointers(),
         sequences.tables,
         sequences.seq_lens,
         sequences.starts,
@@ -134,7 +137,7 @@ def _prefill(
         sequences.tables.stride(0),
         q.stride(0),
         **constants,
-        PAGE=kv.k.shape[2],
+        PAGE=kv.block_size,
         BM=block_m,
         BN=plan.prefill.block_n,
         SOFTCAP=shape.softcap > 0,
@@ -165,7 +168,8 @@ def _decode(
         partial = torch.empty(rows, constants["D_PAD"], dtype=torch.float32, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     kernels.decode[(programs,)](
-        *_pointers(q, kv),
+        q,
+        *kv.pointers(),
         sequences.tables,
         sequences.seq_lens,
         sequences.starts,
@@ -179,7 +183,7 @@ def _decode(
         sequences.tables.stride(0),
         q.stride(0),
         **constants,
-        PAGE=kv.k.shape[2],
+        PAGE=kv.block_size,
         BM=block_m,
         BN=block_n,
         SOFTCAP=shape.softcap > 0,

@@ -1,6 +1,6 @@
 """Paged attention kernels (Kwon et al., SOSP 2023) with an online softmax (FlashAttention-2, 2023).
 
-A layer's K and V are [N, Hkv, B, D]: a block is contiguous per KV head. The query heads of one KV
+A layer's K and V are [N, 2, Hkv, B, D], K before V: a block is contiguous per KV head. The query heads of one KV
 head are packed into the rows of a tile, so K and V are read once per group: row r of a tile is
 query token r // G, head r % G of the group of G.
 """
@@ -43,13 +43,13 @@ def _kv_tile(
 def _rows_of_keys(
     table, n0, n, inside, head, HKV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr
 ):
-    """Row index [BN] into [N * Hkv * B] of keys n0 + n of one KV head."""
+    """Row index [BN] into [N * 2 * Hkv * B] of keys n0 + n of one KV head."""
     if PAGE % BN == 0:
         block = tl.load(table + n0 // PAGE).to(tl.int64)
-        return (block * HKV + head) * PAGE + n0 % PAGE + n
+        return (block * (2 * HKV) + head) * PAGE + n0 % PAGE + n
     else:
         block = tl.load(table + (n0 + n) // PAGE, mask=inside, other=0).to(tl.int64)
-        return (block * HKV + head) * PAGE + (n0 + n) % PAGE
+        return (block * (2 * HKV) + head) * PAGE + (n0 + n) % PAGE
 
 
 @triton.jit

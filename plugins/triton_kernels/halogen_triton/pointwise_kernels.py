@@ -83,19 +83,21 @@ def rms_norm(
 
 
 @triton.jit
-def _store_kv(cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.constexpr, BH: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+def _store_kv(
+    cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.constexpr, D_PAD: tl.constexpr
+):
     """Heads v [BH, D_PAD] to cache `rows` [BH] in the storage type."""
     at = rows[:, None] * D + d[None, :]
     if STORE == 0:
         tl.store(cache + at, v.to(cache.dtype.element_ty), mask=mask)
     elif STORE == 1:
-        groups = tl.reshape(tl.where(mask, v, 0.0), [BH, D_PAD // 32, 32])
+        groups = tl.reshape(tl.where(mask, v, 0.0), [v.shape[0], D_PAD // 32, 32])
         scale = (tl.max(tl.abs(groups), 2) / 127.0)
         inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
         q = groups * inverse[:, :, None]
         # round half away from zero, as ggml does
         q = tl.where(q < 0.0, -tl.floor(0.5 - q), tl.floor(q + 0.5))
-        tl.store(cache + at, tl.reshape(q, [BH, D_PAD]).to(tl.int8), mask=mask)
+        tl.store(cache + at, tl.reshape(q, [v.shape[0], D_PAD]).to(tl.int8), mask=mask)
         g = tl.arange(0, D_PAD // 32)
         tl.store(
             scales + rows[:, None] * (D // 32) + g[None, :],
@@ -104,6 +106,7 @@ def _store_kv(cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.conste
         )
     else:
         # f16 to e5m2 drops a byte: round to nearest even on the bits that stay
+        v = tl.minimum(tl.maximum(v, -57344.0), 57344.0)
         bits = v.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
         rounded = (bits + 127 + ((bits >> 8) & 1)) >> 8
         tl.store(cache + at, rounded.to(tl.uint8), mask=mask)
@@ -113,10 +116,8 @@ def _store_kv(cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.conste
 def qkv_rope_store(
     qkv,
     q_out,
-    k_cache,
-    k_scales,
-    v_cache,
-    v_scales,
+    cache,
+    scales,
     positions,
     slots,
     inv_freq,
@@ -141,6 +142,8 @@ def qkv_rope_store(
 ):
     """Norm and rotate Q and K of one token, write K and V to the cache; grid (T, chunks of BH heads).
 
+    `inv_freq` is float64 in turns (radians / 2 pi) per position.
+
     A partner element is read a second time rather than exchanged between threads: the row is in
     cache, and one code serves both pairings (`RopeStyle`). A slot below zero writes nothing.
     """
@@ -158,7 +161,7 @@ def qkv_rope_store(
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
     partner = tl.where(turned, partner, d)
     pdl_wait(PDL)
-    position = tl.load(positions + t).to(tl.float32)
+    position = tl.load(positions + t).to(tl.float64)
     slot = tl.load(slots + t)
     is_q = h < HQ
     is_k = (h >= HQ) & (h < HQ + HKV)
@@ -180,7 +183,9 @@ def qkv_rope_store(
             x = tl.where(is_k[:, None], x * w, x)
             y = tl.where(is_k[:, None], y * wp, y)
     if ROPE:
-        angle = position * tl.load(inv_freq + pair, mask=turned, other=0.0)
+        # float64: at position 100,000 a float32 angle is off by 0.004
+        turns = position * tl.load(inv_freq + pair, mask=turned, other=0.0)
+        angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
         cos = tl.where(turned, tl.cos(angle) * factor, 1.0)
         sin = tl.where(turned, tl.sin(angle) * factor, 0.0) * sign
         x = tl.where(is_v[:, None], x, x * cos[None, :] + y * sin[None, :])
@@ -192,7 +197,7 @@ def qkv_rope_store(
     )
     live = slot >= 0
     k_head = h - HQ
-    k_row = tl.where(is_k & live, ((slot // PAGE) * HKV + k_head) * PAGE + slot % PAGE, -1)
-    v_row = tl.where(is_v & live, ((slot // PAGE) * HKV + k_head - HKV) * PAGE + slot % PAGE, -1)
-    _store_kv(k_cache, k_scales, k_row, x, d, inside & (k_row >= 0)[:, None], D, STORE, BH, D_PAD)
-    _store_kv(v_cache, v_scales, v_row, x, d, inside & (v_row >= 0)[:, None], D, STORE, BH, D_PAD)
+    # V heads follow K heads in a block, as they do in qkv
+    row = ((slot // PAGE) * (2 * HKV) + k_head) * PAGE + slot % PAGE
+    row = tl.where((is_k | is_v) & live, row, -1)
+    _store_kv(cache, scales, row, x, d, inside & (row >= 0)[:, None], D, STORE, D_PAD)

@@ -52,7 +52,9 @@ class Problem:
                 k[tables[s, used - 1], :, n % block :] = 30000.0 if store != "q8_0" else 9.0
         self.k, ks, self.k64 = quantise(k, store)
         self.v, vs, self.v64 = quantise(v, store)
-        self.kv = LayerKV(k=self.k, v=self.v, k_scale=ks, v_scale=vs, store=STORES[store])
+        scales = None if ks is None else torch.stack([ks, vs], 1)
+        data = torch.stack([self.k, self.v], 1)
+        self.kv = LayerKV(data=data, scales=scales, store=STORES[store])
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
         self.q = make(int(starts[-1]), shape.num_heads * shape.head_dim)
         self.lengths, self.queries, self.shape, self.block = lengths, queries, shape, block
