@@ -1,0 +1,251 @@
+"""`cpu_ggml`: the core's ops as ggml graphs, with kernels of our own where they win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halogen_core.spi import (
+    BackendOptions,
+    Capabilities,
+    ConfigError,
+    Cost,
+    KVBlocks,
+    KVCache,
+    KVLayout,
+    KVSpec,
+    Limits,
+    MemoryPlan,
+    MemoryRequest,
+    MemoryTier,
+    OpSignature,
+    PackedWeight,
+    Placement,
+    QuantTensor,
+    Replay,
+    Sampled,
+    StepBatch,
+    StepMeta,
+    StepShape,
+    Support,
+    Telemetry,
+    WeightRole,
+    kv_block_shape,
+)
+from halogen_cpu_ggml import binding, memory, weights
+from halogen_cpu_ggml.costs import CostModel
+from halogen_cpu_ggml.inputs import Capacity, StepInputs
+from halogen_cpu_ggml.modes import GgmlMode, KernelMode, Mode
+from halogen_cpu_ggml.ops import GgmlOps, view_f32
+from halogen_cpu_ggml.recorder import Recorder, joined, weight_tensor
+from halogen_cpu_ggml.settings import Settings
+from halogen_cpu_ggml.step import Captured, bucket, record
+from halogen_cpu_ggml.tape import Node, SharedArena, host_node
+from halogen_cpu_ggml.threads import Team
+
+WORKSPACE_LIMIT = 1 << 36
+"""Address space, not memory: only pages that steps touch are taken."""
+
+
+class GgmlBackend:
+    """One CPU, opened."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.lib = binding.load()
+        self.team = Team.start(self.lib, settings.threads, pinned=settings.pinned)
+        self.recorder = Recorder(self.lib, self.team)
+        self.arena = SharedArena(WORKSPACE_LIMIT)
+        self.mode: Mode = KernelMode.open(settings, self.recorder) or GgmlMode(self.recorder)
+        self.costs = CostModel()
+        self.tally: dict[str, float] = {"captures": 0, "replays": 0}
+        self.captured: list[Captured] = []
+
+    @property
+    def ops(self) -> GgmlOps:
+        return self.mode.ops
+
+    # -- what it can do
+
+    def capabilities(self) -> Capabilities:
+        return self.mode.capabilities(self.settings, self.lib)
+
+    def supports(self, signature: OpSignature) -> Support:
+        return self.mode.supports(signature)
+
+    def placement(self) -> tuple[Placement, ...]:
+        return self.mode.placement()
+
+    # -- memory
+
+    def memory(self) -> tuple[MemoryTier, ...]:
+        return (memory.host_tier(),)
+
+    def plan(self, request: MemoryRequest) -> MemoryPlan:
+        return memory.divide(request, memory.host_tier())
+
+    # -- arrays
+
+    def upload(self, host: NDArray[Any]) -> Node:
+        return host_node(np.array(host, copy=True))
+
+    def download(self, array: Node) -> NDArray[Any]:
+        if array.memory is not None and array.memory.shape == array.shape:
+            return array.memory.copy()
+        with self.recorder.tape() as tape:
+            whole = joined(tape, array)
+        return view_f32(whole).copy()
+
+    def upload_step(self, batch: StepBatch) -> StepMeta[Node]:
+        capacity = Capacity(batch.num_tokens, len(batch.logit_rows), self._kv_capacity(batch))
+        inputs = StepInputs(capacity)
+        inputs.fill(batch)
+        return self._meta(inputs, batch)
+
+    def _kv_capacity(self, batch: StepBatch) -> int:
+        return max(1, int(batch.seq_lens.sum())) if self.mode.gathers else 0
+
+    def _meta(self, inputs: StepInputs, batch: StepBatch) -> StepMeta[Node]:
+        return StepMeta(
+            host=batch,
+            token_ids=inputs.node("token_ids", "tokens"),
+            positions=inputs.node("positions", "tokens"),
+            slot_mapping=inputs.node("slots", "tokens"),
+            query_start_loc=host_node(batch.query_start_loc),
+            seq_lens=host_node(batch.seq_lens),
+            block_tables=host_node(batch.block_tables),
+            logit_rows=inputs.node("logit_rows", "rows"),
+            sampling=inputs,
+        )
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def close(self) -> None:
+        for captured in self.captured:
+            captured.close()
+        self.captured.clear()
+        self.team.stop()
+
+    # -- weights
+
+    def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Node]:
+        if role in weights.VECTOR_ROLES:
+            vector = weights.vector(parts)
+            return PackedWeight(
+                payload=weights.Weight(vector=vector),
+                shape=vector.shape,
+                nbytes=vector.nbytes,
+                format_id="F32",
+                role=role,
+            )
+        stack = weights.stacked(parts)
+        self.mode.prepare(stack, role)
+        outputs = tuple(p.outputs for p in stack)
+        return PackedWeight(
+            payload=weights.Weight(parts=stack),
+            shape=(*stack[0].shape[:-2], sum(outputs), stack[0].inputs),
+            nbytes=sum(p.data.nbytes for p in stack),
+            format_id="+".join(sorted({p.format for p in stack})),
+            role=role,
+            parts=outputs if len(outputs) > 1 else (),
+        )
+
+    def unpack(self, weight: PackedWeight[Node]) -> NDArray[Any]:
+        payload = weight.payload
+        if payload.vector is not None:
+            return np.array(payload.vector)
+        return np.concatenate([self._values(p) for p in payload.parts], axis=-2)
+
+    def _values(self, part: weights.Part) -> NDArray[np.float32]:
+        """Dequantised by ggml: every row of the matrix looked up."""
+        flat = weights.Part(part.format, part.ggml_type, (-1, part.inputs), part.data)
+        rows = int(np.prod(part.shape[:-1]))
+        flat.shape = (rows, part.inputs)
+        ids = host_node(np.arange(rows, dtype=np.int32))
+        with self.recorder.tape() as tape:
+            shape = (rows, part.inputs)
+            out = tape.op("get_rows", weight_tensor(tape, flat), ids, shape=shape)
+        return view_f32(out).reshape(part.shape).copy()
+
+    # -- KV
+
+    def kv_layout(self, spec: KVSpec) -> KVLayout:
+        return self.mode.kv_layout(spec)
+
+    def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
+        pool = self.mode.kv_pool(layout, num_blocks)
+        return KVCache(layout=layout, num_blocks=num_blocks, payload=pool)
+
+    def kv_copy(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        _check_blocks(kv, [b for pair in pairs for b in pair])
+        kv.payload.copy(pairs)
+
+    def kv_export(self, kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
+        _check_blocks(kv, blocks)
+        return kv.payload.export(blocks)  # type: ignore[no-any-return]
+
+    def kv_import(self, kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
+        _check_blocks(kv, blocks)
+        wanted = kv_block_shape(kv.layout.spec, len(blocks))
+        if data.spec != kv.layout.spec or data.data.shape != wanted:
+            raise ConfigError(
+                f"KV blocks of {data.spec} {data.data.shape} do not fit a pool of "
+                f"{kv.layout.spec} {wanted}",
+                code="HRT-3609",
+            )
+        kv.payload.load(blocks, data.data)
+
+    # -- steps
+
+    def capture_key(self, batch: StepBatch) -> Hashable | None:
+        if batch.num_tokens == 0:
+            return None
+        return self._capacity(batch)
+
+    def _capacity(self, batch: StepBatch) -> Capacity:
+        rows = len(batch.logit_rows)
+        # decode steps have as many rows as tokens: one graph for both
+        rows = bucket(batch.num_tokens if 2 * rows > batch.num_tokens else rows)
+        return Capacity(bucket(batch.num_tokens), rows, bucket(self._kv_capacity(batch)))
+
+    def capture(
+        self, step: Callable[[StepMeta[Node]], Sampled[Node]], batch: StepBatch
+    ) -> Replay[Node] | None:
+        inputs = StepInputs(self._capacity(batch))
+        inputs.fill(batch)
+        captured = record(self, step, inputs, self._meta(inputs, batch))
+        self.captured.append(captured)
+        self.tally["captures"] += 1
+        return captured
+
+    # -- advice and telemetry
+
+    def limits(self) -> Limits:
+        return self.mode.limits()
+
+    def cost(self, shape: StepShape) -> Cost | None:
+        return self.costs.predict(shape)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        self.costs.observe(shape, seconds)
+
+    def counters(self) -> Telemetry:
+        return Telemetry(
+            counters=dict(self.tally),
+            gauges={"threads": self.team.threads, "workspace_bytes": self.arena.used},
+        )
+
+
+def _check_blocks(kv: KVCache, blocks: Sequence[int]) -> None:
+    bad = [b for b in blocks if not 0 <= b < kv.num_blocks]
+    if bad:
+        raise ConfigError(f"blocks {bad} are outside 0..{kv.num_blocks - 1}", code="HRT-3609")
+
+
+def create(options: BackendOptions) -> GgmlBackend:
+    """The factory that `BackendSpec` names."""
+    return GgmlBackend(Settings.of(options))

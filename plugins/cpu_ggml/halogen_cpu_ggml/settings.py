@@ -1,0 +1,57 @@
+"""Options of this backend, checked: threads, pinning, kernels."""
+
+from __future__ import annotations
+
+import attrs
+
+from halogen_core.spi import BackendOptions, ConfigError
+from halogen_cpu_ggml.threads import usable_threads
+
+KERNEL_CHOICES = ("auto", "avx512", "avx2", "scalar", "off")
+SWITCH = {"on": True, "off": False}
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What `create` was asked for."""
+
+    threads: int
+    pinned: bool = False
+    kernels: str = "auto"
+    """Instruction set of our kernels; `off`: ggml's own ops only."""
+    repack: bool = True
+    """Lay weights out for the kernels at load; off: ggml's matmuls over the file's bytes."""
+
+    @classmethod
+    def of(cls, options: BackendOptions) -> Settings:
+        """Raises ConfigError (HRT-3603) for an unknown key or value."""
+        extra = dict(options.extra)
+        threads = options.threads or usable_threads()
+        settings = cls(
+            threads=threads,
+            pinned=_switch(extra, "pin", default=False),
+            kernels=_choice(extra, "kernels", KERNEL_CHOICES),
+            repack=_switch(extra, "repack", default=True),
+        )
+        if extra:
+            raise ConfigError(
+                f"cpu_ggml does not know the option `{next(iter(extra))}`; "
+                "it knows pin, kernels, repack",
+                code="HRT-3603",
+            )
+        if not 1 <= threads <= 512:
+            raise ConfigError(f"threads is {threads}; 1 to 512 are possible", code="HRT-3603")
+        return settings
+
+
+def _switch(extra: dict[str, str], key: str, *, default: bool) -> bool:
+    return SWITCH[_choice(extra, key, ("on", "off") if default else ("off", "on"))]
+
+
+def _choice(extra: dict[str, str], key: str, choices: tuple[str, ...]) -> str:
+    value = extra.pop(key, choices[0])
+    if value not in choices:
+        raise ConfigError(
+            f"cpu_ggml option `{key}` is `{value}`; it takes {', '.join(choices)}", code="HRT-3603"
+        )
+    return value

@@ -1,0 +1,99 @@
+"""Weights: views of the model file as ggml reads them, and values back out of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from halogen_core.spi import FORMATS, ConfigError, QuantTensor, WeightRole
+
+VECTOR_ROLES = (WeightRole.NORM, WeightRole.BIAS, WeightRole.SINKS)
+
+
+@attrs.define(eq=False)
+class Part:
+    """One tensor of a weight: `data` is its raw bytes, often a view of the file."""
+
+    format: str
+    ggml_type: int
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+    tiles: Any = None
+    """The same values in the order that the kernels read (`tiles.Tiles`)."""
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[-1]
+
+
+@attrs.define(eq=False)
+class Weight:
+    """Payload of a packed weight: parts stacked along the output axis, or a float32 vector."""
+
+    parts: tuple[Part, ...] = ()
+    vector: NDArray[np.float32] | None = None
+
+
+def part(tensor: QuantTensor) -> Part:
+    """Check a tensor against its format and wrap it without a copy.
+
+    Raises ConfigError (HRT-3610) for an unknown format or bytes that do not fit the shape.
+    """
+    known = FORMATS.get(tensor.format)
+    if known is None or known.ggml_type is None or tensor.aux:
+        allowed = ", ".join(sorted(n for n, f in FORMATS.items() if f.ggml_type is not None))
+        raise ConfigError(
+            f"weight `{tensor.name}` has format `{tensor.format}`; cpu_ggml takes {allowed}",
+            code="HRT-3610",
+            fix="convert the checkpoint or use cpu_reference",
+        )
+    elements = math.prod(tensor.shape)
+    if tensor.shape[-1] % known.block or tensor.data.nbytes != known.nbytes(elements):
+        raise ConfigError(
+            f"weight `{tensor.name}` {tensor.shape} in {tensor.format} needs "
+            f"{known.nbytes(elements)} bytes in rows of whole blocks of {known.block}; "
+            f"it has {tensor.data.nbytes}",
+            code="HRT-3610",
+        )
+    data = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8)
+    return Part(tensor.format, known.ggml_type, tuple(tensor.shape), data)
+
+
+def stacked(tensors: Sequence[QuantTensor]) -> tuple[Part, ...]:
+    """Parts of one weight; they must agree on everything but the output axis."""
+    parts = tuple(part(t) for t in tensors)
+    kinds = {(*p.shape[:-2], p.inputs) for p in parts}
+    if len(kinds) != 1:
+        shapes = [t.shape for t in tensors]
+        raise ConfigError(f"cannot stack weights of shapes {shapes}", code="HRT-3610")
+    return parts
+
+
+def vector(tensors: Sequence[QuantTensor]) -> NDArray[np.float32]:
+    """Float32 values of a norm, bias or sinks vector."""
+    pieces = []
+    for t in tensors:
+        raw = np.ascontiguousarray(t.data).reshape(-1).view(np.uint8)
+        if t.format == "F32":
+            values = raw.view(np.float32)
+        elif t.format == "F16":
+            values = raw.view(np.float16).astype(np.float32)
+        elif t.format == "BF16":
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            raise ConfigError(
+                f"vector `{t.name}` has format `{t.format}`; F32, F16 and BF16 are possible",
+                code="HRT-3610",
+            )
+        pieces.append(values)
+    joined = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+    return np.ascontiguousarray(joined, np.float32)
