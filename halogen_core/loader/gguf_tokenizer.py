@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from halogen_core.errors import ModelError
 from halogen_core.loader.pretokenizers import WHOLE_WORDS_FIRST, pre_tokenizer
-from halogen_core.loader.tokenizer import END_TOKENS, Tokenizer, TokenKind
+from halogen_core.loader.tokenizer import Tokenizer, TokenKind, named_end_tokens
 
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama", "gemma4")
@@ -71,15 +71,9 @@ def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
         byte_level=model == "gpt2",
         bos_token_id=bos,
         add_bos=metadata.get("add_bos_token", bool, _bos_by_default(metadata, model)),
-        end_token_ids=frozenset((marks - {bos}) | end_tokens(pieces, kinds)),
+        end_token_ids=frozenset((marks - {bos}) | named_end_tokens(pieces, kinds)),
         chat_templates=_chat_templates(values),
     )
-
-
-def end_tokens(pieces: Sequence[str], kinds: Sequence[int]) -> set[int]:
-    """Ids of the special tokens whose names say that they end an answer."""
-    special = (TokenKind.CONTROL, TokenKind.USER_DEFINED)
-    return {i for i, kind in enumerate(kinds) if kind in special and pieces[i] in END_TOKENS}
 
 
 def _bos_by_default(metadata: _Metadata, model: str) -> bool:

@@ -37,7 +37,13 @@ END_TOKENS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer whatever the metadata call them."""
+"""Special tokens that end an answer whatever the metadata call them."""
+
+
+def named_end_tokens(pieces: Sequence[str], kinds: Sequence[int]) -> set[int]:
+    """Ids of the special tokens whose names say that they end an answer."""
+    special = (TokenKind.CONTROL, TokenKind.USER_DEFINED)
+    return {i for i, kind in enumerate(kinds) if kind in special and pieces[i] in END_TOKENS}
 
 
 def _byte_alphabet() -> dict[str, int]:

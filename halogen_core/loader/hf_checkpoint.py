@@ -1,0 +1,242 @@
+"""A Hugging Face directory of safetensors as a `Checkpoint`, names as in GGUF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from halogen_core.errors import ModelError
+from halogen_core.loader.content import content_hash
+from halogen_core.loader.failures import damaged, foreign, missing, unfit
+from halogen_core.loader.hf_config import HFConfig, read_config, read_json
+from halogen_core.loader.safetensors import SafetensorsFile, read_safetensors
+from halogen_core.spi.arrays import Bytes
+from halogen_core.spi.operations import QuantTensor, RopeStyle
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_IGNORED = re.compile(r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd")
+
+
+@attrs.frozen(eq=False)
+class _Source:
+    """Where one tensor's values lie; stacked parts are the experts of one layer."""
+
+    parts: tuple[tuple[SafetensorsFile, str], ...]
+    stacked: bool = False
+    plus_one: bool = False
+    """Gemma stores a norm's weight less one."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class HFCheckpoint:
+    """Implements `spi.Checkpoint`."""
+
+    directory: Path
+    config: HFConfig
+    _sources: Mapping[str, _Source]
+
+    @property
+    def path(self) -> str:
+        return str(self.directory)
+
+    @property
+    def architecture(self) -> str:
+        return self.config.architecture
+
+    @property
+    def hparams(self) -> Mapping[str, Any]:
+        return self.config.hparams
+
+    @property
+    def rope_style(self) -> RopeStyle:
+        return RopeStyle.NEOX
+
+    @cached_property
+    def content_id(self) -> str:
+        config = np.frombuffer((self.directory / "config.json").read_bytes(), np.uint8)
+        files = {f.path: f for s in self._sources.values() for f, _ in s.parts}
+        return content_hash(
+            [
+                (config, []),
+                *((f.data[: f.header_bytes], map(f.view, f.tensors)) for f in files.values()),
+            ]
+        )
+
+    def names(self) -> Collection[str]:
+        computed = [] if self.config.rope_freqs is None else ["rope_freqs.weight"]
+        return [*self._sources, *computed]
+
+    def tensor(self, name: str) -> QuantTensor:
+        if name == "rope_freqs.weight" and self.config.rope_freqs is not None:
+            freqs = self.config.rope_freqs
+            return QuantTensor(
+                format="F32", shape=freqs.shape, data=freqs.view(np.uint8), name=name
+            )
+        source = self._sources.get(name)
+        if source is None:
+            raise unfit(self.path, f"tensor `{name}` is missing")
+        file, key = source.parts[0]
+        entry = file.tensors[key]
+        shape, data = entry.shape, file.view(key)
+        if source.stacked:
+            shape = (len(source.parts), *shape)
+            data = np.concatenate([f.view(k) for f, k in source.parts])
+        if source.plus_one:
+            return QuantTensor(
+                format="F32", shape=shape, data=_plus_one(data, entry.dtype), name=name
+            )
+        return QuantTensor(format=entry.dtype, shape=shape, data=data, name=name)
+
+
+def open_directory(directory: Path) -> HFCheckpoint:
+    """Open a directory with config.json and safetensors; raises `ModelError`."""
+    config = read_config(_inside(directory, "config.json"))
+    files = [read_safetensors(path) for path in _weight_files(directory)]
+    return HFCheckpoint(
+        directory=directory, config=config, sources=_sources(directory, config, files)
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The file called `name` there; refuses names and links that lead out of the model.
+
+    The hub's cache is allowed: `models--x/snapshots/<rev>/file` links to `models--x/blobs/<hash>`.
+    """
+    path = directory / name
+    root = directory.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if Path(name).name == name and path.resolve().parent in allowed:
+        return path
+    raise ModelError(
+        f"`{path}` leads out of the model's directory",
+        code="HRT-2013",
+        fix="copy the file into the directory, or download the model again",
+    )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        weight_map = read_json(_inside(directory, _INDEX)).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise damaged(directory / _INDEX, "it has no `weight_map`")
+        names = sorted(set(weight_map.values()))
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+        if "model.safetensors" in names:
+            names = ["model.safetensors"]
+    paths = [_inside(directory, name) for name in names]
+    absent = [path for path in paths if not path.is_file()]
+    if absent:
+        raise missing(absent[0], f"{len(absent)} of {len(paths)} weight files are not there")
+    if not paths:
+        raise _no_weights(directory)
+    return paths
+
+
+def _no_weights(directory: Path) -> ModelError:
+    pickles = [path.name for pattern in _PICKLES for path in directory.glob(pattern)]
+    return (
+        refuse_pickle(directory / pickles[0])
+        if pickles
+        else foreign(directory, "it has no .safetensors files")
+    )
+
+
+def refuse_pickle(path: Path) -> ModelError:
+    """Pickled weights run code when they are read."""
+    return ModelError(
+        f"`{path}` is a pickle, which may run any code when read; halogen never opens one",
+        code="HRT-2010",
+        fix="take the model's safetensors, or convert it in a place you can afford to lose",
+    )
+
+
+# ---------------------------------------------------------------- names and values
+
+
+def _sources(
+    directory: Path, config: HFConfig, files: Sequence[SafetensorsFile]
+) -> dict[str, _Source]:
+    experts: dict[str, dict[int, tuple[SafetensorsFile, str]]] = {}
+    sources: dict[str, _Source] = {}
+    for file, key, name, expert in _renamed(directory, config, files):
+        if file.tensors[key].dtype not in _DTYPES:
+            raise _unread_dtype(file, key)
+        if name == "output.weight" and config.tied_embeddings:
+            continue
+        if expert is not None:
+            experts.setdefault(name, {})[expert] = (file, key)
+        elif name in sources:
+            raise damaged(file.path, f"two tensors are called `{name}`")
+        else:
+            plus_one = config.architecture == "gemma3" and "norm" in name
+            sources[name] = _Source(((file, key),), plus_one=plus_one)
+    return sources | {name: _stacked(directory, name, parts) for name, parts in experts.items()}
+
+
+def _renamed(
+    directory: Path, config: HFConfig, files: Sequence[SafetensorsFile]
+) -> Iterator[tuple[SafetensorsFile, str, str, int | None]]:
+    """(file, name there, GGUF name, expert) of every tensor that matters."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    layers = config.hparams.get("block_count")
+    if type(layers) is not int or not 1 <= layers <= 512:
+        raise unfit(str(directory), f"`num_hidden_layers` is {layers!r}; 1 … 512 are allowed")
+    table = get_tensor_name_map(MODEL_ARCH[config.architecture.upper()], layers)
+    for file in files:
+        for key in file.tensors:
+            if _IGNORED.search(key):
+                continue
+            plain = _TEXT_PREFIX.sub(lambda m: "" if "lm_head" in m.string else "model.", key)
+            expert = _EXPERT.search(plain)
+            name = table.get_name(
+                _EXPERT.sub(".experts.", plain), try_suffixes=(".weight", ".bias")
+            )
+            if name is None:
+                raise unfit(str(directory), f"tensor `{key}` is unknown")
+            yield file, key, name, int(expert[1]) if expert else None
+
+
+def _stacked(
+    directory: Path, name: str, parts: Mapping[int, tuple[SafetensorsFile, str]]
+) -> _Source:
+    kinds = {(f.tensors[k].dtype, f.tensors[k].shape) for f, k in parts.values()}
+    if sorted(parts) != list(range(len(parts))) or len(kinds) > 1:
+        raise unfit(str(directory), f"the experts of `{name}` are incomplete or unlike")
+    return _Source(tuple(parts[i] for i in range(len(parts))), stacked=True)
+
+
+def _unread_dtype(file: SafetensorsFile, key: str) -> ModelError:
+    return ModelError(
+        f"tensor `{key}` of `{file.path}` has type {file.tensors[key].dtype}; "
+        f"halogen reads {', '.join(_DTYPES)}",
+        code="HRT-2006",
+        fix="take the model in one of these types, or a GGUF conversion of it",
+    )
+
+
+def _plus_one(data: Bytes, dtype: str) -> Bytes:
+    """The values plus one, as float32 bytes."""
+    if dtype == "BF16":
+        values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = data.view(np.float16 if dtype == "F16" else np.float32)
+    return (values.astype(np.float32) + np.float32(1)).view(np.uint8)
