@@ -61,6 +61,8 @@ class Tuning:
     source: str
     rules: Mapping[str, tuple[Rule, ...]]
     pdl: bool = False
+    own_gemm_rows: int = 1 << 30
+    """Dense products of more rows go to the vendor's library."""
 
     def rule(self, kernel: str, **shape: int) -> Rule:
         """The first rule of `kernel` that fits; the last one is for everything else."""
@@ -88,7 +90,11 @@ def parse(data: Mapping[str, Any]) -> Tuning:
         for kernel, entries in data["kernels"].items()
     }
     return Tuning(
-        arch=data["arch"], source=data["source"], rules=rules, pdl=data.get("pdl", False)
+        arch=data["arch"],
+        source=data["source"],
+        rules=rules,
+        pdl=data.get("pdl", False),
+        own_gemm_rows=data.get("own_gemm_rows", 1 << 30),
     )
 
 

@@ -14,8 +14,24 @@ from halogen_triton.planes import Planes
 
 repair()
 
-Weight = Tensor | Planes
-"""Dense [N, K], or planes; with a leading expert axis where experts are meant."""
+@attrs.frozen(eq=False)
+class Stacked:
+    """Parts of different formats whose outputs lie side by side (Q4_K files keep V in Q6_K)."""
+
+    parts: tuple[Tensor | Planes, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead, (*_, k) = self.parts[0].shape[:-2], self.parts[0].shape
+        return (*lead, sum(part.shape[-2] for part in self.parts), k)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Weight = Tensor | Planes | Stacked
+"""Dense [N, K], planes, or several of them; with an expert axis in front where experts are meant."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -50,28 +66,51 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
+    if isinstance(weight, Tensor) and rows > tuning.own_gemm_rows and out_dtype in (None, x.dtype):
+        return torch.nn.functional.linear(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
-    if rows == 0:
-        return y
+    if rows:
+        assert not activation or (rows == 1 and not isinstance(weight, Stacked))
+        _into(y, x, weight, tuning, bias, activation)
+    return y
+
+
+def _into(
+    y: Tensor, x: Tensor, weight: Weight, tuning: Tuning, bias: Tensor | None, activation: int
+) -> None:
+    if isinstance(weight, Stacked):
+        start = 0
+        for part in weight.parts:
+            end = start + part.shape[-2]
+            own = None if bias is None else bias[start:end]
+            _into(y[:, start:end], x, part, tuning, own, 0)
+            start = end
+        return
+    rows, n = y.shape
     if rows == 1:
         _gemv(x, weight, tuning, bias, activation, y)
-        return y
-    assert not activation
+        return
     kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
-    launch = tuning.launch(kind, m=rows, n=n, k=k)
+    launch = tuning.launch(kind, m=rows, n=n, k=x.shape[1])
+    if isinstance(weight, Tensor) and rows > tuning.own_gemm_rows:
+        y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), bias))
+        return
     grid = (triton.cdiv(n, launch.block_n), triton.cdiv(rows, launch.block_m))
     _gemm(x, weight, launch, bias, y, grid, None)
-    return y
 
 
 def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -> Tensor:
     """A row per (token, choice) pair: x [T, K] through its expert of weight [E, N, K]: [pairs, N]."""
     n, k = weight.shape[-2:]
     y = torch.empty(rows.pairs, n, dtype=x.dtype, device=x.device)
-    kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
-    launch = attrs.evolve(tuning.launch(kind, m=rows.block_m, n=n, k=k), block_m=rows.block_m)
-    grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
-    _gemm(x, weight, launch, None, y, grid, rows)
+    start = 0
+    for part in weight.parts if isinstance(weight, Stacked) else (weight,):
+        n = part.shape[-2]
+        kind = "plane_gemm" if isinstance(part, Planes) else "dense_gemm"
+        launch = attrs.evolve(tuning.launch(kind, m=rows.block_m, n=n, k=k), block_m=rows.block_m)
+        grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
+        _gemm(x, part, launch, None, y[:, start : start + n], grid, rows)
+        start += n
     return y
 
 
@@ -96,7 +135,12 @@ def _format(weight: Planes) -> dict[str, int]:
 
 
 def _gemv(
-    x: Tensor, weight: Weight, tuning: Tuning, bias: Tensor | None, activation: int, y: Tensor
+    x: Tensor,
+    weight: Tensor | Planes,
+    tuning: Tuning,
+    bias: Tensor | None,
+    activation: int,
+    y: Tensor,
 ) -> None:
     n, k = y.shape[1], weight.shape[-1]
     flags = {"BIAS": bias is not None, "GATED": activation, "PDL": tuning.pdl}
@@ -117,7 +161,7 @@ def _gemv(
 
 def _gemm(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor | Planes,
     launch: Launch,
     bias: Tensor | None,
     y: Tensor,
@@ -127,7 +171,7 @@ def _gemm(
     m, n = y.shape
     k = weight.shape[-1]
     lists = (y, y) if rows is None else (rows.row_ids, rows.block_expert)
-    tail = (*lists, m, n, k, x.stride(0), 1 if rows is None else rows.top_k)
+    tail = (*lists, m, n, k, x.stride(0), y.stride(0), 1 if rows is None else rows.top_k)
     extra = y if bias is None else bias
     flags = {
         "BM": launch.block_m,

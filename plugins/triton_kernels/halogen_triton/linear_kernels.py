@@ -238,6 +238,7 @@ def dense_gemm(
     N,
     K,
     x_stride,
+    y_stride,
     top_k,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -265,7 +266,7 @@ def dense_gemm(
         acc = tl.dot(xt, wt, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    at = y + m.to(tl.int64)[:, None] * y_stride + n[None, :]
     tl.store(at, acc.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
@@ -299,6 +300,7 @@ def plane_gemm(
     N,
     K,
     x_stride,
+    y_stride,
     top_k,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -357,7 +359,7 @@ def plane_gemm(
                 acc = tl.dot(xt, value.to(dtype), acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    at = y + m.to(tl.int64)[:, None] * y_stride + n[None, :]
     tl.store(at, acc.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
