@@ -1,0 +1,130 @@
+"""Backend options of `ascend:sim`, checked against the part before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from halogen_ascend.device_string import parse_device
+from halogen_ascend.sim.faults import Fault, parse_faults
+from halogen_ascend.sim.memory import POOLS
+from halogen_ascend.sim.profiles import Profile, profile, restrict
+from halogen_core.spi import BackendOptions, ConfigError
+
+DTYPES = ("f16", "bf16", "f32")
+
+
+@attrs.frozen(kw_only=True)
+class SimOptions:
+    """What may be set with `--backend-option key=value`; bytes and seconds."""
+
+    part: Profile
+    dtype: str = "f16"
+    """Compute dtype: f16, bf16 or f32."""
+    kv_split: int = 4
+    """KV blocks per attention task; 0 leaves a head's whole cache to one core."""
+    graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Decode batch sizes with a captured step; empty switches capture off."""
+    pools: Mapping[str, int] = attrs.field(factory=dict)
+    launch_s: float = 5e-6
+    rope_align: int = 128
+    blocking: bool = False
+    faults: tuple[Fault, ...] = ()
+    min_batch_window_ms: float = 0.0
+    max_batch_window_ms: float = 10.0
+    idle_frequency_boost: bool = False
+
+
+def sim_options(options: BackendOptions) -> SimOptions:
+    """Parse and validate. Raises `ConfigError` naming the key, the value and what is allowed."""
+    part = profile(parse_device(options.device).profile)
+    values: dict[str, Any] = {}
+    pools: dict[str, int] = {}
+    cores: dict[str, int] = {}
+    for key, text in options.extra.items():
+        if key in _CORES:
+            cores[_CORES[key]] = _read(key, text, lambda t: int(t, 0))
+        elif key.removesuffix("_pool_gb") in POOLS and key.endswith("_pool_gb"):
+            size = _read(key, text, float)
+            pools[key.removesuffix("_pool_gb")] = int(size * 2**30)
+        elif key in _READERS:
+            values[_NAMES.get(key, key)] = _read(key, text, _READERS[key])
+        else:
+            raise _unknown(key)
+    part = restrict(part, core_num=cores.get("core_num"), mask=cores.get("mask"))
+    made = SimOptions(part=part, pools=pools, **{"launch_s": part.launch, **values})
+    _check(made)
+    return made
+
+
+def _check(made: SimOptions) -> None:
+    if made.dtype not in DTYPES:
+        raise _wrong("dtype", made.dtype, f"one of {', '.join(DTYPES)}")
+    if made.kv_split < 0:
+        raise _wrong("kv_split", made.kv_split, "0 or more KV blocks per task")
+    if made.rope_align < 4 or made.rope_align & (made.rope_align - 1):
+        raise _wrong("rope_align", made.rope_align, "a power of two of at least 4 bytes")
+    if made.launch_s < 0:
+        raise _wrong("launch_us", made.launch_s * 1e6, "0 or more microseconds")
+    if not 0 <= made.min_batch_window_ms <= made.max_batch_window_ms:
+        raise _wrong(
+            "min_batch_window_ms",
+            made.min_batch_window_ms,
+            f"0 to max_batch_window_ms = {made.max_batch_window_ms}",
+        )
+
+
+def _read(key: str, text: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError as exc:
+        raise _wrong(key, text, "a value of its kind") from exc
+
+
+def _wrong(key: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"backend option `{key}` is `{value}`; allowed: {allowed}",
+        code="HRT-7109",
+        fix="see the table of options in the README of halogen-ascend",
+    )
+
+
+def _unknown(key: str) -> ConfigError:
+    hints = {
+        "max_batch_size": "it is called `max_batch_window_ms` now: a window, not a size",
+        "kv_cache_pool_gb": "write `dynamic_pool_gb`",
+    }
+    known = ", ".join([*_CORES, *_READERS, *(f"{p}_pool_gb" for p in POOLS)])
+    return ConfigError(
+        f"backend option `{key}` is unknown to `ascend`; known: {known}",
+        code="HRT-7109",
+        fix=hints.get(key, "remove it"),
+    )
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "on", "off"):
+        raise ValueError(text)
+    return text.lower() in ("true", "1", "on")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+_CORES = {"core_num": "core_num", "core_affinity_mask": "mask"}
+_NAMES = {"launch_us": "launch_s"}
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "dtype": str,
+    "kv_split": int,
+    "graph_buckets": _sizes,
+    "launch_us": lambda text: float(text) * 1e-6,
+    "rope_align": int,
+    "blocking": _flag,
+    "faults": parse_faults,
+    "min_batch_window_ms": float,
+    "max_batch_window_ms": float,
+    "idle_frequency_boost": _flag,
+}

@@ -1,0 +1,1 @@
+"""A strict simulated NPU: own address space, micro-tasks on cores, simulated time only."""

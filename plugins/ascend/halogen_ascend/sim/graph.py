@@ -1,0 +1,144 @@
+"""Captured decode steps: one launch per replay, host arguments given anew, padding inert.
+
+Like an ACL graph of decode steps only: the batch is padded to a bucket, padding rows read and
+write the trash block. Host lists (lengths, tables, sampling) are baked at capture on the real
+device, so each replay updates them; a replay without is an error, never a stale answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+
+import attrs
+import numpy as np
+
+from halogen_ascend.sim.buffer import DeviceBuffer
+from halogen_ascend.sim.device import Recorded, SimDevice
+from halogen_ascend.sim.padding import TrashBlock, pad, table_width
+from halogen_core.spi import ConfigError, Sampled, StepBatch, StepMeta
+
+log = logging.getLogger(__name__)
+_FIELDS = [
+    "token_ids",
+    "positions",
+    "slot_mapping",
+    "query_start_loc",
+    "seq_lens",
+    "block_tables",
+    "logit_rows",
+]
+
+
+@attrs.frozen(eq=False)
+class StepInputs:
+    """The device side of a step's host arrays."""
+
+    device: SimDevice
+    buffers: dict[str, DeviceBuffer]
+
+    @classmethod
+    def upload(cls, device: SimDevice, batch: StepBatch) -> StepInputs:
+        """New buffers with the batch's contents."""
+        return cls(device, {name: device.copy_in(getattr(batch, name)) for name in _FIELDS})
+
+    def refill(self, batch: StepBatch) -> None:
+        """The same buffers with another batch of the same shape."""
+        for name, buffer in self.buffers.items():
+            self.device.fill(buffer, getattr(batch, name))
+
+    def meta(self, batch: StepBatch) -> StepMeta[DeviceBuffer]:
+        return StepMeta(host=batch, sampling=None, **self.buffers)
+
+
+@attrs.define
+class Buckets:
+    """Batch sizes that have, or may get, a captured step."""
+
+    sizes: tuple[int, ...]
+    replays: int = 0
+    _warned: set[int] = attrs.field(factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        if list(self.sizes) != sorted(set(self.sizes)) or any(s < 1 for s in self.sizes):
+            raise ConfigError(
+                f"graph buckets {self.sizes} are not ascending positive sizes",
+                code="HRT-7109",
+                fix="for example --backend-option graph_buckets=1,2,4,8",
+            )
+
+    def size(self, sequences: int) -> int | None:
+        """The smallest bucket that holds `sequences`; None, said once, when none does."""
+        for size in self.sizes:
+            if size >= sequences:
+                return size
+        if self.sizes and sequences not in self._warned:
+            self._warned.add(sequences)
+            log.warning(
+                "no captured step holds %d sequences (buckets %s): they run eagerly, each op a "
+                "launch; add a bucket with --backend-option graph_buckets",
+                sequences,
+                self.sizes,
+            )
+        return None
+
+    def key(self, batch: StepBatch) -> Hashable | None:
+        """Decode-only steps by bucket, table width and what sampling returns."""
+        count = batch.num_sequences
+        pure_decode = (
+            count > 0
+            and batch.num_tokens == count
+            and batch.max_query_len == 1
+            and batch.block_tables.shape[1] > 0
+            and np.array_equal(batch.logit_rows, np.arange(count))
+        )
+        if not pure_decode or (size := self.size(count)) is None:
+            return None
+        width = table_width(batch.block_tables.shape[1])
+        return "decode", size, width, batch.sampling.num_logprobs
+
+
+@attrs.define(eq=False)
+class SimReplay:
+    """A captured step."""
+
+    device: SimDevice
+    buckets: Buckets
+    size: int
+    inputs: StepInputs
+    tasks: list[Recorded]
+    made: Sampled[DeviceBuffer]
+    trash: TrashBlock
+
+    def __call__(self, batch: StepBatch) -> Sampled[DeviceBuffer]:
+        padded = pad(batch, self.size, self.trash)
+        self.inputs.refill(padded)
+        self.device.replay(self.tasks, padded)
+        self.buckets.replays += 1
+        return _first_rows(self.made, batch.num_sequences)
+
+
+def capture(
+    device: SimDevice,
+    buckets: Buckets,
+    step: Callable[[StepMeta[DeviceBuffer]], Sampled[DeviceBuffer]],
+    batch: StepBatch,
+    trash: TrashBlock,
+) -> SimReplay | None:
+    """Record `step` on the padded batch; None for a batch that no bucket serves.
+
+    Recording runs the step once, on the batch's own tokens, so nothing foreign is written.
+    """
+    if buckets.key(batch) is None or (size := buckets.size(batch.num_sequences)) is None:
+        return None
+    padded = pad(batch, size, trash)
+    with device.capture() as tasks:
+        inputs = StepInputs.upload(device, padded)
+        made = step(inputs.meta(padded))
+    return SimReplay(device, buckets, size, inputs, tasks, made, trash)
+
+
+def _first_rows(made: Sampled[DeviceBuffer], count: int) -> Sampled[DeviceBuffer]:
+    fields: Iterable[str] = ("token_ids", "logprobs", "top_ids", "top_logprobs")
+    rows = {name: getattr(made, name) for name in fields}
+    return Sampled(**{n: b if b is None else b.rows(0, count) for n, b in rows.items()})

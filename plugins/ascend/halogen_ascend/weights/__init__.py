@@ -1,0 +1,1 @@
+"""Weights on the host: reading stored formats, quantising layer by layer, aligned RoPE tables."""

@@ -1,0 +1,45 @@
+"""Stored formats to float32, and the two int8 formats of ours taken apart."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+from halogen_core.spi import FORMATS, ConfigError, QuantTensor
+
+INT8_FORMATS = frozenset({"W8A8", "W8A16"})
+
+
+def int8_parts(tensor: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values int8 [N, K] and scales float32 [N] of a `W8A8` or `W8A16` tensor."""
+    if "scale" not in tensor.aux or tensor.aux["scale"].shape != tensor.shape[:1]:
+        raise ConfigError(
+            f"`{tensor.name}` is {tensor.format} without a scale for each of its "
+            f"{tensor.shape[0]} output channels",
+            code="HRT-7107",
+            fix="convert the model again",
+        )
+    values = torch.from_numpy(tensor.data.view(np.int8).reshape(tensor.shape).copy())
+    return values, torch.from_numpy(tensor.aux["scale"].astype(np.float32))
+
+
+def dequantize(tensor: QuantTensor) -> torch.Tensor:
+    """The float32 values, in the tensor's logical shape."""
+    if tensor.format in INT8_FORMATS:
+        values, scales = int8_parts(tensor)
+        return values.float() * scales[:, None]
+    if tensor.format not in FORMATS:
+        raise ConfigError(
+            f"weight format `{tensor.format}` of `{tensor.name}` is unknown; "
+            f"known: {', '.join([*FORMATS, *sorted(INT8_FORMATS)])}",
+            code="HRT-7107",
+            fix="convert the model to one of these",
+        )
+    plain = {"F32": np.float32, "F16": np.float16}
+    if tensor.format in plain:
+        values = tensor.data.view(plain[tensor.format]).astype(np.float32)
+        return torch.from_numpy(values.reshape(tensor.shape))
+    kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].ggml_type)
+    rows = tensor.data.reshape(-1, FORMATS[tensor.format].nbytes(tensor.shape[-1]))
+    return torch.from_numpy(gguf.dequantize(rows, kind).reshape(tensor.shape).copy())
