@@ -239,7 +239,7 @@ def _rope_scaling(
 
 
 def llama3_rope_freqs(rope: Mapping[str, Any], *, dim: int) -> Float32:
-    """Divisors [dim / 2] of rotary frequencies (Llama 3.1): `factor` for long waves, 1 for short."""
+    """Divisors [dim / 2] of rotary frequencies (Llama 3.1): `factor` for long waves, else 1."""
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     waves = 2 * np.pi * float(rope["rope_theta"]) ** (np.arange(0, dim, 2) / dim)
