@@ -1,0 +1,142 @@
+"""Running the sequences of one request side by side, and stopping them all when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import TypeVar
+
+import attrs
+
+from halogen_core.engine.protocol import GenerateRequest
+from halogen_core.engine.text import TextDelta, generate_text
+from halogen_core.errors import EngineUnavailable, HalogenError
+from halogen_core.server.prompts import Prompt
+from halogen_core.server.service import Service
+
+Item = TypeVar("Item")
+MAX_PENDING = 4096
+"""Deltas a client may lag behind (about 256 KiB of stream) before it is cut off."""
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """One answer to make: number `index` of the response."""
+
+    index: int
+    prompt: Prompt
+    request: GenerateRequest
+
+
+@attrs.define(kw_only=True)
+class Tally:
+    """What a request used."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def usage(self) -> dict[str, object]:
+        """The OpenAI `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or reads too slowly to keep."""
+
+
+Event = tuple[int, TextDelta]
+
+
+class Generation:
+    """Deltas of all choices of one request in one queue; closing it ends every sequence."""
+
+    def __init__(
+        self, service: Service, choices: Sequence[Choice], stops: Sequence[str], tally: Tally
+    ) -> None:
+        self.choices = choices
+        self.tally = tally
+        self._service = service
+        self._stops = stops
+        self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._resources = AsyncExitStack()
+        self._open = len(choices)
+        self._began = time.monotonic()
+
+    def start(self) -> None:
+        """Take places in the queue and begin; raises `Overloaded`."""
+        self._resources.enter_context(self._service.admission.enter(len(self.choices)))
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
+
+    async def events(self, *, ping_s: float | None = None) -> AsyncIterator[list[Event]]:
+        """Whatever came since the last look; an empty list after `ping_s` of silence."""
+        while self._open:
+            batch: list[Event] = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ping_s):
+                    self._take(await self._queue.get(), batch)
+            while not self._queue.empty():
+                self._take(self._queue.get_nowait(), batch)
+            yield batch
+
+    def client_gone(self) -> None:
+        """Tell the reader of `events` that there is nobody to read for."""
+        self._queue.put_nowait(ClientGone())
+
+    async def close(self) -> None:
+        """End what still runs; every sequence is aborted in the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._resources.aclose()
+
+    def _take(self, item: Event | BaseException, batch: list[Event]) -> None:
+        if isinstance(item, BaseException):
+            raise item
+        self._open -= item[1].finish_reason is not None
+        batch.append(item)
+
+    async def _run(self, choice: Choice) -> None:
+        """Pump one choice into the queue, then the exception that ended it, if one did."""
+        watch = self._service.metrics.watch(choice.request, self._began)
+        try:
+            deltas = generate_text(
+                self._service.engine, choice.request, self._service.tokenizer, stop=self._stops
+            )
+            async with aclosing(deltas):  # type: ignore[type-var]
+                async for delta in deltas:
+                    watch.delta(delta)
+                    if delta.finish_reason == "error":
+                        raise failure(delta)
+                    self._count(choice.index, delta)
+                    self._queue.put_nowait((choice.index, delta))
+                    if self._queue.qsize() > MAX_PENDING:
+                        raise ClientGone
+        except asyncio.CancelledError:
+            watch.cancelled()
+            raise
+        except Exception as exc:
+            watch.failed(exc)
+            self._queue.put_nowait(exc)
+
+    def _count(self, index: int, delta: TextDelta) -> None:
+        self.tally.completion_tokens += len(delta.token_ids)
+        if index == 0:
+            self.tally.cached_tokens = max(self.tally.cached_tokens, delta.cached_tokens)
+
+
+def failure(delta: TextDelta) -> HalogenError:
+    """The exception for an answer that the engine broke off."""
+    code = delta.error_code or "HRT-5031"
+    if code.startswith(("HRT-503", "HRT-300")):
+        return EngineUnavailable(delta.error or "the engine broke off", code=code)
+    return HalogenError(delta.error or "the engine broke off", code=code)

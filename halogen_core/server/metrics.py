@@ -1,0 +1,195 @@
+"""Prometheus metrics of the server; names and meanings are in docs/reference/metrics.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import attrs
+import psutil
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from halogen_core import __version__
+from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest
+from halogen_core.engine.text import TextDelta
+from halogen_core.errors import HalogenError
+
+LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """The server's own counters, and the engine's at the moment of a scrape."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "halogen_requests",
+            "Sequences that ended, by reason",
+            ["finish_reason"],
+            registry=registry,
+        )
+        self.responses = Counter(
+            "halogen_http_responses", "HTTP responses by status", ["code"], registry=registry
+        )
+        self.errors = Counter(
+            "halogen_errors", "Errors by HRT code", ["hrt_code"], registry=registry
+        )
+        self.rejected = Counter(
+            "halogen_requests_rejected", "Requests refused", ["reason"], registry=registry
+        )
+        self.cancelled = Counter(
+            "halogen_requests_cancelled",
+            "Sequences whose client went away",
+            ["phase"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "halogen_prompt_tokens", "Tokens of prompts", registry=registry
+        )
+        self.generation_tokens = Counter(
+            "halogen_generation_tokens", "Tokens generated", registry=registry
+        )
+        self.first_token = _histogram(
+            registry, "halogen_time_to_first_token_seconds", "Arrival to first token"
+        )
+        self.gap = _histogram(
+            registry, "halogen_inter_token_latency_seconds", "Between two tokens", GAP
+        )
+        self.duration = _histogram(
+            registry, "halogen_request_duration_seconds", "Arrival to last token"
+        )
+        self.queued = _histogram(
+            registry, "halogen_queue_time_seconds", "Arrival to first scheduled"
+        )
+        self.prefill = _histogram(
+            registry, "halogen_prefill_time_seconds", "First scheduled to first token"
+        )
+        self.decode = _histogram(
+            registry, "halogen_decode_time_seconds", "First token to last token"
+        )
+        self.ready = Gauge("halogen_ready", "1 while the engine loop answers", registry=registry)
+        self.engine = _EngineCollector()
+        registry.register(self.engine)
+
+    def watch(self, request: GenerateRequest, began: float) -> Watch:
+        """Follow one sequence that arrived at `began` (monotonic)."""
+        self.prompt_tokens.inc(len(request.prompt_token_ids))
+        return Watch(metrics=self, began=began)
+
+    def exposition(self, info: EngineInfo | None, stats: EngineStats | None) -> bytes:
+        """The text format 0.0.4."""
+        self.ready.set(stats is not None)
+        self.engine.info, self.engine.stats = info, stats
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+@attrs.define(kw_only=True)
+class Watch:
+    """Times and counts of one sequence."""
+
+    metrics: Metrics
+    began: float
+    first: float | None = None
+    last: float = 0.0
+
+    def delta(self, delta: TextDelta) -> None:
+        """Account for new tokens, and for the end."""
+        now, tokens = time.monotonic(), len(delta.token_ids)
+        if tokens and self.first is None:
+            self.first = now
+            self.metrics.first_token.observe(now - self.began)
+        elif tokens:
+            for _ in range(tokens):
+                self.metrics.gap.observe((now - self.last) / tokens)
+        self.last = now
+        self.metrics.generation_tokens.inc(tokens)
+        if delta.finish_reason is not None:
+            self._end(delta, now)
+
+    def cancelled(self) -> None:
+        """The client went away."""
+        self.metrics.cancelled.labels("prefill" if self.first is None else "decode").inc()
+
+    def failed(self, error: BaseException) -> None:
+        """The engine refused the sequence or broke it off."""
+        code = error.code if isinstance(error, HalogenError) else "HRT-5000"
+        self.metrics.errors.labels(code).inc()
+
+    def _end(self, delta: TextDelta, now: float) -> None:
+        self.metrics.requests.labels(delta.finish_reason).inc()
+        self.metrics.duration.observe(now - self.began)
+        self.metrics.decode.observe(now - (self.first or now))
+        if (timings := delta.timings) is not None:
+            self.metrics.queued.observe(timings.queued_s)
+            self.metrics.prefill.observe(max(0.0, timings.ttft_s - timings.queued_s))
+
+
+class _EngineCollector:
+    """Turns the last snapshot of the engine into metric families."""
+
+    def __init__(self) -> None:
+        self.info: EngineInfo | None = None
+        self.stats: EngineStats | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _process_memory()
+        if (info := self.info) is not None:
+            labels = ["model", "version", "backend", "device", "kv_dtype", "halogen"]
+            about = GaugeMetricFamily("halogen_model_info", "What is served", labels=labels)
+            values = (info.model_id, info.content_id[:12], info.backend, info.device, info.kv_dtype)
+            about.add_metric([*values, __version__], 1)
+            yield about
+        if (stats := self.stats) is not None:
+            yield from _engine_families(stats)
+
+
+def _engine_families(stats: EngineStats) -> Iterable[Metric]:
+    yield GaugeMetricFamily("halogen_requests_running", "Sequences in steps", stats.running)
+    yield GaugeMetricFamily("halogen_requests_waiting", "Sequences that wait", stats.waiting)
+    blocks = GaugeMetricFamily("halogen_kv_blocks", "KV blocks by state", labels=["state"])
+    for state in ("free", "active", "cached"):
+        blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
+    yield blocks
+    used = stats.blocks_active / stats.blocks_total if stats.blocks_total else 0.0
+    for name in ("halogen_cache_usage", "halogen_kv_cache_usage_ratio"):
+        yield GaugeMetricFamily(name, "KV blocks in use, 0 to 1", used)
+    yield CounterMetricFamily("halogen_steps", "Steps done by the engine", stats.step)
+    for name, value in stats.counters.items():
+        yield CounterMetricFamily(_name(name), "Counter of the engine", value)
+    for name, value in stats.gauges.items():
+        yield GaugeMetricFamily(_name(name), "Gauge of the engine", value)
+
+
+def _name(name: str) -> str:
+    clean = "".join(c if c.isascii() and (c.isalnum() or c == "_") else "_" for c in name)
+    return "halogen_" + clean.removeprefix("halogen_")
+
+
+def _process_memory() -> Iterable[Metric]:
+    memory = psutil.Process().memory_full_info()
+    family = GaugeMetricFamily(
+        "halogen_process_memory_bytes", "Memory of the server process", labels=["kind"]
+    )
+    for kind in ("rss", "uss", "swap"):
+        family.add_metric([kind], getattr(memory, kind, 0))
+    yield family
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...] = LATENCY
+) -> Histogram:
+    return Histogram(name, text, buckets=buckets, registry=registry)

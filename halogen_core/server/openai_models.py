@@ -1,0 +1,142 @@
+"""Request bodies of the OpenAI API as msgspec structs, with what others added to it.
+
+Unknown fields are ignored, as every client sends some; known ones that we cannot honour are
+refused in `validation.py`, never dropped. Null means: not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_N = 16
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 128
+MAX_TOKENS = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Key = Annotated[str, Meta(max_length=256)]
+StopText = Annotated[str, Meta(max_length=MAX_STOP_BYTES)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What to add to a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """Fields that chat and text completion share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Key | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | str | None = None
+    user: Key | None = None
+    session_id: Key | None = None
+
+    # known, and refused unless they ask for nothing
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
+    structured_outputs: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A piece of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(max_length=32)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """Body of POST /v1/completions; a prompt is text or token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    suffix: Any = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Body of POST /tokenize: a prompt, or messages to render first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=1_000_000)]
+    model: str | None = None

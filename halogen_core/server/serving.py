@@ -1,0 +1,166 @@
+"""From settings to a listening server: sockets, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from halogen_core.config import ServerSettings
+from halogen_core.errors import ConfigError
+from halogen_core.server.app import create_app, metrics_router
+from halogen_core.server.http import with_deadlines
+from halogen_core.server.service import Service
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 512
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket; raises `ConfigError` (HRT-1007) when the address cannot be had."""
+    if settings.unix_socket is not None:
+        return _bind_unix(settings.unix_socket)
+    return bind_tcp(settings.host, settings.port)
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """Bound to an IPv4 or IPv6 address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as exc:
+        raise _cannot_listen(f"{host}:{port}", exc) from exc
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise _cannot_listen(f"{host}:{port}", exc) from exc
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Bound to a path that only this user may use; a dead server's leftover is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise _cannot_listen(str(path), exc) from exc
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _cannot_listen(where: str, exc: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on `{where}`: {exc.strerror or exc}",
+        code="HRT-1007",
+        fix="stop the other program, or choose another --port, --host or --unix-socket",
+    )
+
+
+def describe(listener: socket.socket) -> str:
+    """Where a listening socket can be reached."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+class DrainingServer(uvicorn.Server):
+    """On SIGTERM or SIGINT: refuse new requests, let the running ones end, then stop with 0.
+
+    A second signal stops at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._begin_drain = drain
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._begin_drain()
+        else:
+            self.should_exit = self.force_exit = True
+
+
+def make_server(service: Service, app: FastAPI) -> DrainingServer:
+    """A uvicorn server for `app` that drains `service` on a signal."""
+    settings = service.config.server
+    config = uvicorn.Config(
+        app,
+        http=with_deadlines(head_s=settings.receive_timeout_s, stall_s=settings.send_timeout_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+    )
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def drain() -> None:
+        loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(_drain(service, server))))
+
+    server = DrainingServer(config, drain)
+    return server
+
+
+async def _drain(service: Service, server: DrainingServer) -> None:
+    service.draining = True
+    seconds = service.config.server.drain_timeout_s
+    log.info("draining: %d sequences, at most %g s", service.admission.inside, seconds)
+    if not await service.engine.drain(seconds):
+        log.warning("drain timed out with %d sequences running", service.admission.inside)
+    server.should_exit = True
+
+
+async def serve(service: Service, listener: socket.socket) -> None:
+    """Serve until a signal; the engine is closed by the caller."""
+    server = make_server(service, create_app(service))
+    side = await _serve_metrics(service)
+    log.info("serving %s on %s", service.model_names[0], describe(listener))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if side is not None:
+            side.cancel()
+            await asyncio.gather(side, return_exceptions=True)
+
+
+async def _serve_metrics(service: Service) -> asyncio.Task[None] | None:
+    """`/metrics` on its own port, for scrapers that have no key."""
+    settings = service.config.server
+    if not settings.metrics or settings.metrics_port is None:
+        return None
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(metrics_router(service))
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    listener = bind_tcp(settings.host, settings.metrics_port)
+    log.info("metrics on %s", describe(listener))
+    # without `serve`, which would take the signals that the main server handles
+    return asyncio.create_task(server._serve([listener]))
