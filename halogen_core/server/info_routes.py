@@ -55,7 +55,7 @@ async def models(service: Service) -> Response:
 
 
 async def model(service: Service, name: str) -> Response:
-    """One model; raises `RequestError` (HRT-4004)."""
+    """One model; raises `RequestError` (HRT-4007)."""
     return json_response(model_card(service, service.check_model(name)))
 
 

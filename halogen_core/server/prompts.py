@@ -39,7 +39,7 @@ def context_exceeded(tokens: object, limit: int, param: str) -> RequestError:
         f"the prompt has {tokens} tokens, the context of this model holds {limit}"
         " including at least one token of answer",
         param=param,
-        code="HRT-4005",
+        code="HRT-4004",
         fix="shorten the prompt",
     )
 
@@ -47,14 +47,14 @@ def context_exceeded(tokens: object, limit: int, param: str) -> RequestError:
 def answer_length(service: Service, prompt_tokens: int, asked: int | None, param: str) -> int:
     """Tokens the answer may have: what was asked, cut at the end of the context.
 
-    Raises `RequestError` (HRT-4005) when the prompt leaves no room for one token.
+    Raises `RequestError` (HRT-4004) when the prompt leaves no room for one token.
     """
     limit = service.engine.info.context_length
     longest_prompt = min(limit - 1, service.config.engine.max_prompt_len or limit)
     if prompt_tokens > longest_prompt:
         raise context_exceeded(prompt_tokens, longest_prompt + 1, param)
     if prompt_tokens == 0:
-        raise RequestError("the prompt is empty", param=param)
+        raise RequestError("the prompt has no tokens", param=param, code="HRT-4003")
     room = limit - prompt_tokens
     bounds = [room if asked is None else min(asked, room), service.config.engine.max_decode_len]
     return min(bound for bound in bounds if bound is not None)

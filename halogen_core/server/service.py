@@ -54,7 +54,7 @@ class Service:
             raise RequestError(
                 f"model `{name[:128]}` is not served here; served: {known}",
                 param="model",
-                code="HRT-4004",
+                code="HRT-4007",
             )
         return name
 

@@ -53,7 +53,7 @@ def decode(kind: type[Body], raw: bytes) -> Body:
         where = f"`{path}`: " if path else ""
         raise RequestError(where + _AT.sub("", text), param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"the body is not valid JSON: {exc}", code="HRT-4003") from None
+        raise RequestError(f"the body is not valid JSON: {exc}", code="HRT-4006") from None
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
@@ -64,7 +64,7 @@ def refuse_unsupported(body: GenerationBody) -> None:
             raise RequestError(
                 f"`{name}` is not supported by this version",
                 param=name,
-                code="HRT-4006",
+                code="HRT-4008",
                 fix="leave it out",
             )
 
@@ -165,7 +165,7 @@ def _content(message: Message) -> str:
             raise RequestError(
                 f"content of type `{part.type[:32]}` is not supported, only text",
                 param="messages",
-                code="HRT-4006",
+                code="HRT-4008",
             )
     return "".join(part.text or "" for part in message.content)
 
@@ -202,5 +202,7 @@ def check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"`{param}` has token id {token}, the vocabulary has {vocab_size}", param=param
+                f"`{param}` has token id {token}, the vocabulary has {vocab_size}",
+                param=param,
+                code="HRT-4005",
             )
