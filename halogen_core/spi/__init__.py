@@ -76,12 +76,21 @@ from halogen_core.spi.records import (
 from halogen_core.spi.step import Sampled, SamplingBatch, StepBatch, StepMeta
 
 if TYPE_CHECKING:
-    from halogen_core.torch_backend import TorchBackend, TorchOps
+    from halogen_core.torch_backend import (
+        HostFallbackBackend,
+        HostFallbackOps,
+        InvariantTorchOps,
+        TorchBackend,
+        TorchOps,
+    )
 
 SPI_VERSION = (1, 0)
 """Major, minor. Minor adds; major changes or removes. `api.lock` holds the signatures."""
 
-_LAZY = {"TorchBackend": "halogen_core.torch_backend", "TorchOps": "halogen_core.torch_backend"}
+_LAZY = dict.fromkeys(
+    ("HostFallbackBackend", "HostFallbackOps", "InvariantTorchOps", "TorchBackend", "TorchOps"),
+    "halogen_core.torch_backend",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -119,6 +128,9 @@ __all__ = [
     "Finding",
     "FormatSpec",
     "HalogenError",
+    "HostFallbackBackend",
+    "HostFallbackOps",
+    "InvariantTorchOps",
     "KVBlocks",
     "KVCache",
     "KVLayout",

@@ -79,6 +79,8 @@ class StepMeta(Generic[Array]):
 class SamplingBatch:
     """How each of R rows picks its token. Order of application: penalties, bias, mask,
     temperature, softmax, top-k, top-p, min-p, then inverse CDF in token-id order with `uniforms`.
+    Each truncation works on what the one before it left, renormalised; among equally likely tokens
+    the lower id stays first. A row that is not finite gives token -1.
 
     Neutral values: temperature 0 is greedy (lowest id wins a tie), top_k 0, top_p 1, min_p 0,
     repetition_penalty 1, presence and frequency penalty 0.

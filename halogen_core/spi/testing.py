@@ -1,0 +1,379 @@
+"""For tests of the core, of plugins and of the conformance suite: tiny models, opaque arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from halogen_core.errors import ModelError
+from halogen_core.spi import (
+    FORMATS,
+    BackendOptions,
+    HostFallbackBackend,
+    QuantTensor,
+    RopeStyle,
+    SamplingBatch,
+    StepBatch,
+)
+
+# ---------------------------------------------------------------- checkpoints in memory
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MemoryCheckpoint:
+    """`spi.Checkpoint` over arrays."""
+
+    architecture: str
+    hparams: Mapping[str, Any]
+    tensors: Mapping[str, QuantTensor]
+    rope_style: RopeStyle = RopeStyle.NEOX
+    path: str = "memory"
+
+    @property
+    def content_id(self) -> str:
+        digest = hashlib.sha256(repr(sorted(self.hparams.items())).encode())
+        for name in sorted(self.tensors):
+            digest.update(name.encode() + self.tensors[name].data.tobytes())
+        return digest.hexdigest()[:32]
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def tensor(self, name: str) -> QuantTensor:
+        if name not in self.tensors:
+            raise ModelError(f"tensor `{name}` is missing from `{self.path}`", code="HRT-2404")
+        return self.tensors[name]
+
+
+def f32_tensor(name: str, values: NDArray[Any]) -> QuantTensor:
+    """Values as an F32 tensor."""
+    data = np.ascontiguousarray(values, dtype=np.float32)
+    return QuantTensor(
+        format="F32", shape=data.shape, data=data.reshape(-1).view(np.uint8), name=name
+    )
+
+
+def quantised(tensor: QuantTensor, format: str) -> QuantTensor:
+    """An F32 tensor in another format, by the numpy package `gguf` (K formats: random blocks).
+
+    The package cannot quantise to K formats; for those the bytes are random, seeded by the name,
+    with scales that give values of about the same size.
+    """
+    if format == "F32" or tensor.shape[-1] % FORMATS[format].block:
+        return tensor
+    from gguf import GGMLQuantizationType, quants
+
+    values = tensor.data.view(np.float32).reshape(tensor.shape)
+    if format in _K_SCALES:
+        data = _random_blocks(tensor.name, format, values.size)
+    else:
+        data = quants.quantize(values, GGMLQuantizationType[format])
+    return attrs.evolve(
+        tensor, format=format, data=np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    )
+
+
+_K_SCALES = {"Q4_K": ((0, 2e-4), (2, 1e-3)), "Q5_K": ((0, 1e-4), (2, 1e-3)), "Q6_K": ((208, 5e-5),)}
+
+
+def _random_blocks(name: str, format: str, elements: int) -> NDArray[np.uint8]:
+    form = FORMATS[format]
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+    blocks = rng.integers(0, 256, (elements // form.block, form.bytes), dtype=np.uint8)
+    for at, size in _K_SCALES[format]:
+        scales = (size * (1 + rng.random(len(blocks)))).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+# ---------------------------------------------------------------- tiny models
+
+
+@attrs.frozen(kw_only=True)
+class TinyModel:
+    """The shape of a tiny seeded model; the defaults are a dense GQA Llama."""
+
+    architecture: str = "llama"
+    layers: int = 2
+    hidden: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    inner: int = 80
+    vocab: int = 97
+    context: int = 256
+    experts: int = 0
+    experts_used: int = 2
+    window: int = 0
+    tied: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    sinks: bool = False
+    rope_style: RopeStyle = RopeStyle.NEOX
+    extra: Mapping[str, Any] = attrs.field(factory=dict)
+    """Further hyper-parameters."""
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel(),
+    "llama-interleaved": TinyModel(rope_style=RopeStyle.INTERLEAVED, tied=False),
+    "llama-mha": TinyModel(kv_heads=4, tied=False),
+    "llama-window": TinyModel(window=9),
+    "llama-sinks": TinyModel(sinks=True, window=9, output_bias=True, qkv_bias=True),
+    "llama-moe": TinyModel(experts=6, inner=40),
+    "qwen2": TinyModel(architecture="qwen2", qkv_bias=True),
+    "qwen3": TinyModel(architecture="qwen3", qk_norm=True, head_dim=24, tied=False),
+    "qwen3moe": TinyModel(
+        architecture="qwen3moe", qk_norm=True, experts=8, experts_used=3, inner=40, tied=False
+    ),
+    "gemma3": TinyModel(
+        architecture="gemma3",
+        layers=4,
+        qk_norm=True,
+        post_norms=True,
+        window=8,
+        kv_heads=1,
+        extra={"attention.sliding_window_pattern": 2, "rope.freq_base": 1_000_000.0},
+    ),
+}
+"""Every architecture family the core has, by a name for tests."""
+
+
+def tiny_checkpoint(
+    model: str | TinyModel = "llama", *, seed: int = 0, quant: str | None = None, **changes: Any
+) -> MemoryCheckpoint:
+    """A seeded model of `TINY_MODELS` (or a shape of your own) with `changes` to its shape.
+
+    `quant` stores the matrices in that format, where their rows are long enough (a multiple of
+    its block): use `hidden=256, inner=256` for K formats.
+    """
+    shape = attrs.evolve(TINY_MODELS[model] if isinstance(model, str) else model, **changes)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, size in _tensor_shapes(shape).items():
+        tensor = f32_tensor(name, _values(rng, name, size))
+        is_matrix = len(size) > 1 and "gate_inp" not in name
+        tensors[name] = quantised(tensor, quant) if quant and is_matrix else tensor
+    return MemoryCheckpoint(
+        architecture=shape.architecture,
+        hparams=_hparams(shape),
+        tensors=tensors,
+        rope_style=shape.rope_style,
+        path=f"tiny:{shape.architecture}",
+    )
+
+
+def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
+    values = rng.standard_normal(size).astype(np.float32)
+    if "norm" in name:
+        return 1 + 0.2 * values
+    if len(size) == 1:
+        return 0.3 * values
+    return values * np.float32(0.8 if "embd" in name else 1.5 * size[-1] ** -0.5)
+
+
+def _hparams(shape: TinyModel) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "block_count": shape.layers,
+        "context_length": shape.context,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.inner,
+        "vocab_size": shape.vocab,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": 10000.0,
+    }
+    if shape.window:
+        found["attention.sliding_window"] = shape.window
+    if shape.experts:
+        found |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.experts_used,
+            "expert_feed_forward_length": shape.inner,
+        }
+    return found | dict(shape.extra)
+
+
+def _tensor_shapes(shape: TinyModel) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab, shape.hidden)}
+    for layer in range(shape.layers):
+        found |= {f"blk.{layer}.{k}": v for k, v in _layer_shapes(shape).items()}
+    found["output_norm.weight"] = (shape.hidden,)
+    if not shape.tied:
+        found["output.weight"] = (shape.vocab, shape.hidden)
+    return found
+
+
+def _layer_shapes(shape: TinyModel) -> dict[str, tuple[int, ...]]:
+    hidden, inner, q, kv = (
+        shape.hidden,
+        shape.inner,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
+    found: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (q, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_v.weight": (kv, hidden),
+        "attn_output.weight": (hidden, q),
+        "ffn_norm.weight": (hidden,),
+    }
+    if shape.qkv_bias:
+        found |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if shape.output_bias:
+        found["attn_output.bias"] = (hidden,)
+    if shape.qk_norm:
+        found |= {f"attn_{x}_norm.weight": (shape.head_dim,) for x in "qk"}
+    if shape.post_norms:
+        found |= {f"post_{x}.weight": (hidden,) for x in ("attention_norm", "ffw_norm")}
+    if shape.sinks:
+        found["attn_sinks.weight"] = (shape.heads,)
+    if not shape.experts:
+        rows = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        return found | {f"ffn_{name}.weight": size for name, size in rows.items()}
+    experts = shape.experts
+    return found | {
+        "ffn_gate_inp.weight": (experts, hidden),
+        "ffn_gate_exps.weight": (experts, inner, hidden),
+        "ffn_up_exps.weight": (experts, inner, hidden),
+        "ffn_down_exps.weight": (experts, hidden, inner),
+    }
+
+
+# ---------------------------------------------------------------- steps
+
+
+def greedy_sampling(rows: int, **changes: Any) -> SamplingBatch:
+    """Neutral sampling of `rows` rows, with `changes`."""
+    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    fields: dict[str, Any] = {
+        "temperature": zeros,
+        "top_k": np.zeros(rows, np.int32),
+        "top_p": ones,
+        "min_p": zeros,
+        "repetition_penalty": ones,
+        "presence_penalty": zeros,
+        "frequency_penalty": zeros,
+        "uniforms": zeros,
+        "forced": np.full(rows, -1, np.int32),
+        "history_start": np.zeros(rows + 1, np.int32),
+        "history_ids": np.zeros(0, np.int32),
+        "history_counts": np.zeros(0, np.int32),
+        "bias_start": np.zeros(rows + 1, np.int32),
+        "bias_ids": np.zeros(0, np.int32),
+        "bias_values": np.zeros(0, np.float32),
+    }
+    return SamplingBatch(**{**fields, **changes})
+
+
+@attrs.frozen(kw_only=True)
+class Share:
+    """One sequence's share of a test step: tokens start .. start + len(tokens) - 1."""
+
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    start: int = 0
+    all_logits: bool = False
+    """Logits of every token, else of the last."""
+
+
+def step_batch(
+    shares: list[Share], block_size: int, *, sampling: SamplingBatch | None = None
+) -> StepBatch:
+    """A step of these shares, in order; greedy unless `sampling` is given."""
+    counts = [len(share.tokens) for share in shares]
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    where = [np.arange(share.start, share.start + len(share.tokens)) for share in shares]
+    positions = np.concatenate([*where, np.zeros(0, np.int64)]).astype(np.int32)
+    slots = [
+        np.array(share.blocks, np.int64)[at // block_size] * block_size + at % block_size
+        for share, at in zip(shares, where, strict=True)
+    ]
+    width = max((len(share.blocks) for share in shares), default=0)
+    tables = np.full((len(shares), width), -1, np.int32)
+    for row, share in zip(tables, shares, strict=True):
+        row[: len(share.blocks)] = share.blocks
+    rows = [
+        row
+        for share, begin, end in zip(shares, starts[:-1], starts[1:], strict=True)
+        for row in range(begin if share.all_logits else end - 1, end)
+    ]
+    return StepBatch(
+        token_ids=np.array([t for share in shares for t in share.tokens], np.int32),
+        positions=positions,
+        slot_mapping=np.concatenate([*slots, np.zeros(0, np.int64)]).astype(np.int64),
+        query_start_loc=starts,
+        seq_lens=np.array([s.start + len(s.tokens) for s in shares], np.int32),
+        block_tables=tables,
+        logit_rows=np.array(rows, np.int32),
+        sampling=sampling or greedy_sampling(len(rows)),
+    )
+
+
+# ---------------------------------------------------------------- opaque arrays
+
+
+class Handle:
+    """A device array that nobody but its backend can look into.
+
+    Every attempt to compute on it, convert it or look inside raises, naming what was tried.
+    """
+
+    __slots__ = ("__weakref__", "_secret")
+    __array_ufunc__ = None
+
+    def __init__(self, secret: NDArray[Any]) -> None:
+        self._secret = secret
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise TypeError(f"torch function `{function.__name__}` was called on an opaque array")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("an opaque array was turned into a numpy array")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"`{name}` was asked of an opaque array")
+
+
+def _refuse(name: str) -> Any:
+    def refuse(self: Handle, *args: Any) -> NoReturn:
+        raise TypeError(f"`{name}` was called on an opaque array")
+
+    return refuse
+
+
+for _name in (
+    *("add", "radd", "iadd", "sub", "rsub", "mul", "rmul", "matmul", "truediv", "neg", "pow"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "bool", "len", "iter", "getitem", "setitem"),
+    *("float", "int", "index", "contains"),
+):
+    setattr(Handle, f"__{_name}__", _refuse(f"__{_name}__"))
+setattr(Handle, "__hash__", object.__hash__)  # noqa: B010
+
+
+class OpaqueBackend(HostFallbackBackend[Handle]):
+    """A backend whose arrays are `Handle`s: proof that the core only passes arrays between ops."""
+
+    def __init__(self, options: BackendOptions | None = None, *, name: str = "opaque") -> None:
+        super().__init__(options, name=name)
+
+    def upload(self, host: NDArray[Any]) -> Handle:
+        return Handle(np.array(host))
+
+    def download(self, array: Handle) -> NDArray[Any]:
+        return array._secret.copy()

@@ -1,0 +1,18 @@
+"""Every op in plain torch: the default implementation of the whole seam."""
+
+from halogen_core.torch_backend.backend import DTYPES, TorchBackend
+from halogen_core.torch_backend.dequant import dequantize
+from halogen_core.torch_backend.host_backend import HostFallbackBackend
+from halogen_core.torch_backend.host_ops import HostFallbackOps
+from halogen_core.torch_backend.invariant import InvariantTorchOps
+from halogen_core.torch_backend.ops import TorchOps
+
+__all__ = [
+    "DTYPES",
+    "HostFallbackBackend",
+    "HostFallbackOps",
+    "InvariantTorchOps",
+    "TorchBackend",
+    "TorchOps",
+    "dequantize",
+]

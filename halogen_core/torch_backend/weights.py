@@ -1,0 +1,116 @@
+"""Weights on a torch device: dequantised matrices, and embedding rows kept as stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from halogen_core.errors import ModelError
+from halogen_core.spi.arrays import Bytes
+from halogen_core.spi.formats import FORMATS
+from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole
+from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
+
+_SLAB = 1 << 22
+"""Elements dequantised at once, so that a big weight needs no second float32 copy."""
+
+
+@attrs.frozen(eq=False)
+class StoredRows:
+    """An embedding table in its stored format; rows are dequantised when looked up."""
+
+    rows: Tensor
+    """uint8 [V, row bytes]"""
+    format: str
+    source: Bytes
+    """The host bytes; kept so that their address stays theirs."""
+
+    def look_up(self, index: Tensor) -> Tensor:
+        """Rows `index` [T] as float32 [T, H]."""
+        return dequantize(self.rows.index_select(0, index), self.format)
+
+
+def host_bytes(data: Bytes) -> Tensor:
+    """A uint8 tensor over the same memory (often a read-only map of the model file)."""
+    with warnings.catch_warnings():
+        # weights are never written; torch only warns that it could not stop us
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(data))
+
+
+def check_tensor(part: QuantTensor) -> None:
+    """Raises `ModelError` when the bytes do not fit format and shape."""
+    form = FORMATS.get(part.format)
+    if form is None:
+        raise ModelError(
+            f"tensor `{part.name}` has format `{part.format}`; known are {', '.join(FORMATS)}",
+            code="HRT-2410",
+            fix="convert the model to one of these formats",
+        )
+    if part.shape[-1] % form.block or part.data.size != form.nbytes(prod(part.shape)):
+        raise ModelError(
+            f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
+            f"{part.data.size} bytes; expected {form.nbytes(prod(part.shape))}, rows of a "
+            f"multiple of {form.block}",
+            code="HRT-2411",
+            fix="the file is damaged or was converted wrongly; fetch or convert it again",
+        )
+
+
+def stored_rows(part: QuantTensor, device: torch.device) -> StoredRows:
+    """A table [V, H] as it is in the file."""
+    check_tensor(part)
+    rows = host_bytes(part.data).view(part.shape[0], -1).to(device)
+    return StoredRows(rows, part.format, part.data)
+
+
+def dense(part: QuantTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor's values in `dtype`; a view of the file where format, dtype and device allow."""
+    check_tensor(part)
+    data = host_bytes(part.data)
+    if part.format in DENSE_DTYPES:
+        return data.view(DENSE_DTYPES[part.format]).view(part.shape).to(device, dtype)
+    rows = data.view(prod(part.shape[:-1]), -1)
+    values = torch.empty((len(rows), part.shape[-1]), dtype=dtype, device=device)
+    step = max(1, _SLAB // part.shape[-1])
+    for start in range(0, len(rows), step):
+        slab = rows[start : start + step].to(device)
+        values[start : start + step] = dequantize(slab, part.format)
+    return values.view(part.shape)
+
+
+def stack(
+    parts: Sequence[QuantTensor], role: WeightRole, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Parts stacked along their output axis (the one before the last, or the only one)."""
+    tensors = [dense(part, dtype, device) for part in parts]
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors, dim=1 if role is WeightRole.EXPERTS else 0)
+
+
+def packed(
+    payload: Tensor | StoredRows, parts: Sequence[QuantTensor], role: WeightRole
+) -> PackedWeight[Tensor]:
+    """The record around a payload."""
+    axis = 1 if role is WeightRole.EXPERTS else 0
+    sizes = tuple(part.shape[axis] for part in parts)
+    shape = list(parts[0].shape)
+    shape[axis] = sum(sizes)
+    stored = isinstance(payload, StoredRows)
+    data = payload.rows if isinstance(payload, StoredRows) else payload
+    kind = payload.format if isinstance(payload, StoredRows) else str(payload.dtype)
+    return PackedWeight(
+        payload=payload,
+        shape=tuple(shape),
+        nbytes=data.nbytes,
+        format_id=f"torch/{'rows' if stored else 'dense'}/{kind.removeprefix('torch.')}",
+        role=role,
+        parts=sizes,
+    )
