@@ -1,0 +1,238 @@
+"""`TritonBackend`: everything that CUDA and ROCm devices share; plugins add their platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halogen_core.spi import (
+    BackendOptions,
+    Capabilities,
+    KVBlocks,
+    KVCache,
+    KVLayout,
+    KVSpec,
+    Limits,
+    OpSignature,
+    PackedWeight,
+    QuantTensor,
+    Replay,
+    Sampled,
+    StepBatch,
+    StepMeta,
+    Support,
+    SupportLevel,
+    Telemetry,
+    TorchBackend,
+    WeightRole,
+)
+from halogen_triton import capture, kv
+from halogen_triton.launch import Tuning
+from halogen_triton.linear import Stacked
+from halogen_triton.ops import TritonOps
+from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise, repack
+
+
+class TritonBackend(TorchBackend):
+    """A torch device that runs Triton kernels. Subclasses give the device and its memory."""
+
+    option_keys = ("dtype", "flash_threshold", "graphs")
+    invariant_ops_class = None
+
+    def __init__(
+        self,
+        options: BackendOptions | None = None,
+        *,
+        tuning: Tuning,
+        device: str | torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "triton",
+        description: str = "",
+    ) -> None:
+        self.tuning = tuning
+        super().__init__(options, device=device, dtype=dtype, name=name, description=description)
+        self._planes: WeakValueDictionary[tuple[int, int], Planes] = WeakValueDictionary()
+        self._trash: tuple[int, int] | None = None
+        self._graph_pool: Any = None
+        self._captured = 0
+        extra = self.options.extra
+        self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
+        self.triton_ops.flash_threshold = int(extra.get("flash_threshold", 256))
+
+    @property
+    def triton_ops(self) -> TritonOps:
+        """The ops, typed."""
+        ops = self._ops
+        assert isinstance(ops, TritonOps)
+        return ops
+
+    def capabilities(self) -> Capabilities:
+        formats = {name: "native" for name in ("F32", "F16", "BF16", *PLANE_FORMATS)}
+        return attrs.evolve(
+            super().capabilities(),
+            weight_formats=formats,
+            kv_block_sizes=kv.BLOCK_SIZES,
+            graph_capture=self._graphs,
+            # no atomics, no races: the same step gives the same bits
+            deterministic=True,
+            batch_invariant=False,
+            unified_memory=False,
+            extra={"tuning": f"{self.tuning.arch}: {self.tuning.source}"},
+        )
+
+    def supports(self, signature: OpSignature) -> Support:
+        reasons = []
+        if signature.block_size is not None and signature.block_size not in kv.BLOCK_SIZES:
+            reasons.append(f"block size {signature.block_size} is not in {kv.BLOCK_SIZES}")
+        if signature.attention is not None and signature.attention.head_dim > 256:
+            reasons.append(f"head dim {signature.attention.head_dim} is over 256")
+        if reasons:
+            return Support(level=SupportLevel.NO, reasons=tuple(reasons))
+        return super().supports(signature)
+
+    # -- weights
+
+    def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
+        quantised = [part.format in PLANE_FORMATS for part in parts]
+        if not any(quantised) or role not in (
+            WeightRole.LINEAR, WeightRole.EMBEDDING, WeightRole.EXPERTS,
+        ):  # fmt: skip
+            return self._pack_dense(parts, role)
+        payload = _join([self._pack_part(part, role) for part in parts])
+        axis = 1 if role is WeightRole.EXPERTS else 0
+        weight = PackedWeight[Tensor](
+            payload=payload,
+            shape=tuple(payload.shape),
+            nbytes=payload.nbytes,
+            format_id="triton/" + "+".join(dict.fromkeys(part.format for part in parts)),
+            role=role,
+            parts=tuple(part.shape[axis] for part in parts),
+        )
+        self._held_static += weight.nbytes
+        return weight
+
+    def unpack(self, weight: PackedWeight[Tensor]) -> NDArray[Any]:
+        payload = weight.payload
+        if isinstance(payload, Planes):
+            return self.download(dequantise(payload))
+        if isinstance(payload, Stacked):
+            parts = [dequantise(p) if isinstance(p, Planes) else p.float() for p in payload.parts]
+            return self.download(torch.cat(parts, -2))
+        return super().unpack(weight)
+
+    def _pack_part(self, part: QuantTensor, role: WeightRole) -> Tensor | Planes:
+        if part.format not in PLANE_FORMATS:
+            return self._dense([part], role, self.dtype)
+        key = (part.data.__array_interface__["data"][0], part.data.size)
+        found = self._planes.get(key)
+        if found is None:
+            raw = torch.from_numpy(np.array(part.data)).to(self.device)
+            found = self._planes[key] = repack(part.format, raw, part.shape)
+        return found
+
+    def _pack_dense(
+        self, parts: Sequence[QuantTensor], role: WeightRole
+    ) -> PackedWeight[Tensor]:
+        exact = role in (WeightRole.NORM, WeightRole.SINKS)
+        payload = self._dense(parts, role, torch.float32 if exact else self.dtype)
+        axis = 1 if role is WeightRole.EXPERTS else 0
+        weight = PackedWeight[Tensor](
+            payload=payload,
+            shape=tuple(payload.shape),
+            nbytes=payload.nbytes,
+            format_id=f"triton/dense/{payload.dtype}".replace("torch.", ""),
+            role=role,
+            parts=tuple(part.shape[axis] for part in parts),
+        )
+        self._held_static += weight.nbytes
+        return weight
+
+    # -- KV
+
+    def kv_layout(self, spec: KVSpec) -> KVLayout:
+        return kv.layout_of(spec)
+
+    def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
+        self._trash = (num_blocks * layout.spec.block_size, layout.spec.block_size)
+        return kv.allocate(layout, num_blocks, self.device)
+
+    def kv_copy(self, kv_cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        kv.copy_blocks(kv_cache, pairs)
+
+    def kv_export(self, kv_cache: KVCache, blocks: Sequence[int]) -> KVBlocks:
+        return kv.export_blocks(kv_cache, blocks)
+
+    def kv_import(self, kv_cache: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
+        kv.import_blocks(kv_cache, blocks, data)
+
+    # -- step capture
+
+    def capture_key(self, batch: StepBatch) -> Hashable | None:
+        if not self._graphs or self._trash is None:
+            return None
+        return capture.capture_key(batch, self.triton_ops.flash_threshold)
+
+    def capture(
+        self, step: Callable[[StepMeta[Tensor]], Sampled[Tensor]], batch: StepBatch
+    ) -> Replay[Tensor] | None:
+        key = self.capture_key(batch)
+        if not isinstance(key, capture.CaptureKey) or self._trash is None:
+            return None
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        inputs = capture.StaticInputs(key, *self._trash, self.device)
+        inputs.fill(batch)
+        meta = capture.static_meta(self.upload_step, inputs)
+        self._captured += 1
+        return capture.capture(step, meta, inputs, self._graph_pool)
+
+    # -- advice and telemetry
+
+    def limits(self) -> Limits:
+        buckets = capture.BUCKETS if self._graphs else ()
+        return Limits(preferred_chunk=2048, token_buckets=buckets)
+
+    def counters(self) -> Telemetry:
+        own = super().counters()
+        return attrs.evolve(own, counters={**own.counters, "captured_graphs": self._captured})
+
+    def close(self) -> None:
+        super().close()
+        self._planes.clear()
+        self._graph_pool = None
+
+    def _make_ops(self) -> TritonOps:
+        return TritonOps(self.dtype, self.tuning, self.device)
+
+
+def _join(parts: list[Tensor | Planes]) -> Tensor | Planes | Stacked:
+    """One weight of several parts: runs of one format become one weight."""
+    runs: list[list[Tensor | Planes]] = []
+    for part in parts:
+        if runs and _kind(runs[-1][0]) == _kind(part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    joined = tuple(_concatenate(run) for run in runs)
+    return joined[0] if len(joined) == 1 else Stacked(joined)
+
+
+def _kind(part: Tensor | Planes) -> str:
+    return part.format.name if isinstance(part, Planes) else "dense"
+
+
+def _concatenate(run: list[Tensor | Planes]) -> Tensor | Planes:
+    if len(run) == 1:
+        return run[0]
+    planes = [part for part in run if isinstance(part, Planes)]
+    if planes:
+        return concatenate(planes)
+    return torch.cat([part for part in run if isinstance(part, Tensor)], -2)
+

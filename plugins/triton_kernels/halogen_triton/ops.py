@@ -1,0 +1,204 @@
+"""`spi.Ops` over the Triton kernels; what has no kernel here stays plain torch."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from halogen_core.spi import (
+    Activation,
+    AttentionSpec,
+    KVCache,
+    MoESpec,
+    PackedWeight,
+    RopeSpec,
+    RopeStyle,
+    Sampled,
+    StepMeta,
+    TorchOps,
+)
+from halogen_triton.attention import AttentionPlan, HeadShape, Sequences, attention
+from halogen_triton.kv import payload
+from halogen_triton.launch import Tuning
+from halogen_triton.linear import Stacked, embedding_rows, expert_linear, linear
+from halogen_triton.moe import expert_rows, route
+from halogen_triton.planes import Planes
+from halogen_triton.pointwise import (
+    ACTIVATIONS,
+    Rotation,
+    gated_act,
+    qkv_rope_store,
+    rms_norm,
+    rotation,
+)
+from halogen_triton.sampling import DrawTensors, draw, draw_arrays, is_plain
+
+Weight = PackedWeight[Tensor]
+
+
+class TritonOps(TorchOps):
+    """Ops for one device; `flash_threshold` may be changed while running."""
+
+    def __init__(self, dtype: torch.dtype, tuning: Tuning, device: torch.device) -> None:
+        super().__init__(dtype)
+        self.tuning = tuning
+        self.device = device
+        self.flash_threshold = 256
+        """Context in tokens up to which a decoding sequence is not split over programs."""
+        self._rotations: dict[RopeSpec, Rotation] = {}
+
+    def embed(self, token_ids: Tensor, table: Weight, *, scale: float = 1.0) -> Tensor:
+        if isinstance(table.payload, Planes):
+            return embedding_rows(token_ids, table.payload, self.dtype, scale=scale)
+        return super().embed(token_ids, table, scale=scale)
+
+    def rms_norm(self, x: Tensor, weight: Weight, *, eps: float) -> Tensor:
+        return rms_norm(self._rows(x), weight.payload, eps, pdl=self.tuning.pdl)[0]
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Weight, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self._rows(x), self._rows(residual)
+        return rms_norm(x, weight.payload, eps, residual=residual, pdl=self.tuning.pdl)
+
+    def linear(self, x: Tensor, weight: Weight, *, bias: Weight | None = None) -> Tensor:
+        own = None if bias is None else bias.payload
+        return linear(self._rows(x), weight.payload, self.tuning, bias=own)
+
+    def qkv_rope_store(
+        self,
+        qkv: Tensor,
+        kv: KVCache,
+        layer: int,
+        meta: StepMeta[Tensor],
+        spec: AttentionSpec,
+        *,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> Tensor:
+        return qkv_rope_store(
+            self._rows(qkv),
+            payload(kv).layers[layer],
+            meta.positions,
+            meta.slot_mapping,
+            _heads(spec),
+            None if spec.rope is None else self._rotation(spec.rope),
+            q_norm=None if q_norm is None else q_norm.payload,
+            k_norm=None if k_norm is None else k_norm.payload,
+            eps=spec.norm_eps,
+            pdl=self.tuning.pdl,
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        layer: int,
+        meta: StepMeta[Tensor],
+        spec: AttentionSpec,
+        *,
+        sinks: Weight | None = None,
+    ) -> Tensor:
+        return attention(
+            self._rows(q),
+            payload(kv).layers[layer],
+            self._sequences(meta),
+            _heads(spec),
+            self.attention_plan(spec.head_dim),
+            sinks=None if sinks is None else sinks.payload,
+        )
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        return gated_act(self._rows(gate_up), ACTIVATIONS[kind], pdl=self.tuning.pdl)
+
+    def mlp(self, x: Tensor, gate_up: Weight, down: Weight, kind: Activation) -> Tensor:
+        if x.shape[0] != 1 or isinstance(gate_up.payload, Stacked):
+            return super().mlp(x, gate_up, down, kind)
+        inner = linear(self._rows(x), gate_up.payload, self.tuning, activation=ACTIVATIONS[kind])
+        return self.linear(inner, down)
+
+    def moe(
+        self, x: Tensor, router: Weight, gate_up: Weight, down: Weight, spec: MoESpec
+    ) -> Tensor:
+        x = self._rows(x)
+        if x.shape[0] == 0:
+            return x
+        experts, weights = route(torch.nn.functional.linear(x, router.payload), spec)
+        rows = expert_rows(experts, spec.num_experts)
+        inner = expert_linear(x, gate_up.payload, rows, self.tuning)
+        inner = gated_act(inner, ACTIVATIONS[spec.activation], pdl=self.tuning.pdl)
+        out = expert_linear(inner, down.payload, attrs.evolve(rows, top_k=1), self.tuning)
+        ranked = out.view(*experts.shape, -1).float() * weights.unsqueeze(-1)
+        return ranked.sum(1).to(self.dtype)
+
+    def logits(
+        self, x: Tensor, weight: Weight, *, scale: float = 1.0, softcap: float | None = None
+    ) -> Tensor:
+        values = linear(self._rows(x), weight.payload, self.tuning, out_dtype=torch.float32)
+        if scale != 1.0:
+            values = values.mul_(scale)
+        return values if softcap is None else values.div_(softcap).tanh_().mul_(softcap)
+
+    def sample(self, logits: Tensor, meta: StepMeta[Tensor]) -> Sampled[Tensor]:
+        if isinstance(meta.sampling, DrawTensors):
+            return Sampled(token_ids=draw(logits, meta.sampling))
+        batch = meta.host.sampling
+        if not is_plain(batch):
+            return super().sample(logits, meta)
+        if batch.all_greedy:
+            return Sampled(token_ids=draw(logits, None))
+        fields = {
+            name: torch.from_numpy(array).to(self.device)
+            for name, array in draw_arrays(batch).items()
+        }
+        return Sampled(token_ids=draw(logits, DrawTensors(fields)))
+
+    def attention_plan(self, head_dim: int) -> AttentionPlan:
+        """Launch shapes of attention for a head dim."""
+        decode = self.tuning.rule("decode", d=head_dim)
+        return AttentionPlan(
+            prefill=self.tuning.launch("prefill", d=head_dim),
+            decode=decode.launch,
+            programs=decode.programs,
+        )
+
+    def _rows(self, x: Tensor) -> Tensor:
+        x = self._activation(x)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def _rotation(self, rope: RopeSpec) -> Rotation:
+        if rope not in self._rotations:
+            self._rotations[rope] = rotation(
+                rope.inv_freq,
+                rope.dim,
+                neox=rope.style is RopeStyle.NEOX,
+                factor=rope.attention_factor,
+                device=self.device,
+            )
+        return self._rotations[rope]
+
+    def _sequences(self, meta: StepMeta[Tensor]) -> Sequences:
+        host = meta.host
+        counts = host.query_start_loc[1:] - host.query_start_loc[:-1]
+        return Sequences(
+            starts=meta.query_start_loc,
+            seq_lens=meta.seq_lens,
+            tables=meta.block_tables,
+            num_tokens=host.num_tokens,
+            max_query_len=int(counts.max(initial=0)),
+            has_decodes=bool((counts == 1).any()),
+            has_prefills=bool((counts > 1).any()),
+            flash=host.max_seq_len > self.flash_threshold,
+        )
+
+
+def _heads(spec: AttentionSpec) -> HeadShape:
+    return HeadShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        window=spec.window or 0,
+        softcap=spec.softcap or 0.0,
+    )

@@ -1,0 +1,138 @@
+"""Whole tiny models on the Triton backend (interpreter) against the plain torch backend."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from halogen_triton.backend import TritonBackend
+from halogen_triton.launch import Launch, Rule, Tuning
+
+from halogen_core.engine.batch import BatchItem, build_step
+from halogen_core.engine.protocol import SamplingParams
+from halogen_core.engine.runner import Runner
+from halogen_core.engine.sampler import RowSampler
+from halogen_core.models import Decoder, config_of
+from halogen_core.spi import BackendOptions, KVSpec, TorchBackend, WeightRole
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import quant_tensor, tiny
+
+SMALL = Tuning(
+    arch="test",
+    source="test",
+    rules={
+        "prefill": (Rule(launch=Launch(block_m=16, block_n=16)),),
+        "decode": (Rule(launch=Launch(block_n=16), programs=5),),
+        "dense_gemv": (Rule(launch=Launch(block_n=64, block_k=64)),),
+        "plane_gemv": (Rule(launch=Launch(block_n=64, block_k=256)),),
+        "dense_gemm": (Rule(launch=Launch(block_m=16, block_n=64, block_k=64)),),
+        "plane_gemm": (Rule(launch=Launch(block_m=16, block_n=64, block_k=256)),),
+    },
+)
+GREEDY = RowSampler.start(SamplingParams(), [], seed=0)
+
+
+def triton_backend(**extra):
+    options = BackendOptions(extra={"dtype": "f32", **extra})
+    return TritonBackend(options, tuning=SMALL, device="cpu")
+
+
+def open_runner(backend, checkpoint, dtype="f32"):
+    config = config_of(checkpoint)
+    decoder = Decoder.load(config, checkpoint, backend)
+    heads = config.layers[0].attention
+    layout = backend.kv_layout(
+        KVSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            dtype=dtype,
+        )
+    )
+    return Runner(backend, decoder, backend.kv_alloc(layout, 12))
+
+
+def item(tokens, start, count, blocks):
+    return BatchItem(
+        token_ids=tokens, start=start, count=count, block_table=blocks, sampler=GREEDY, samples=True
+    )
+
+
+def steps():
+    """A prompt, a chunk beside a decoding sequence, then two sequences decoding."""
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(0, 128, 40).tolist(), rng.integers(0, 128, 24).tolist()
+    one, two = [7, 2, 4], [1, 9]
+    yield [item(a, 0, 20, one)]
+    yield [item(a, 20, 1, one), item(b, 0, 20, two)]
+    yield [item(a, 21, 12, one), item(b, 20, 1, two)]
+    yield [item(a, 33, 1, one), item(b, 21, 1, two)]
+    yield [item(a, 34, 1, one)]
+
+
+MODELS = {
+    "qwen2 f32": tiny(),
+    "qwen3 f16": tiny("qwen3", form="F16"),
+    "llama q8_0": tiny("llama", form="Q8_0"),
+    "llama mixed": tiny("llama", form="Q4_0", v_form="Q5_0"),
+    "moe": tiny("qwen3moe", experts=4),
+    "moe q4_1": tiny("qwen3moe", experts=4, form="Q4_1"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("flash", ["0", "1000"])
+def test_logits_of_mixed_steps(name, flash):
+    own = open_runner(triton_backend(flash_threshold=flash), MODELS[name])
+    plain = open_runner(
+        TorchBackend(BackendOptions(extra={"dtype": "f32"}), name="torch"), MODELS[name]
+    )
+    for items in steps():
+        batch = build_step(items, 16).batch
+        got, want = own.logits(batch), plain.logits(batch)
+        assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0", "f8_e5m2"])
+def test_kv_blocks_travel_in_canonical_form(kv_dtype):
+    checkpoint = tiny(head_dim=32)
+    own = open_runner(triton_backend(), checkpoint, kv_dtype)
+    plain = open_runner(
+        TorchBackend(BackendOptions(extra={"dtype": "f32"}), name="torch"), checkpoint, kv_dtype
+    )
+    first, *rest = steps()
+    for runner in (own, plain):
+        runner.logits(build_step(first, 16).batch)
+    blocks = own.backend.kv_export(own.kv, [7, 2])
+    again = plain.backend.kv_export(plain.kv, [7, 2])
+    # one stored step either way: the activations differ in their last bits
+    same = (blocks.data == again.data).mean()
+    assert same > 0.98
+    plain.backend.kv_import(plain.kv, [7, 2], blocks)
+    assert (plain.backend.kv_export(plain.kv, [7, 2]).data == blocks.data).all()
+    own.backend.kv_copy(own.kv, [(7, 0), (2, 1)])
+    assert (own.backend.kv_export(own.kv, [0, 1]).data == blocks.data).all()
+    other = open_runner(triton_backend(), checkpoint, kv_dtype)
+    other.backend.kv_import(other.kv, [7, 2], blocks)
+    batch = build_step([item(first[0].token_ids, 20, 1, [7, 2, 4])], 16).batch
+    assert np.array_equal(other.logits(batch), own.logits(batch))
+
+
+def test_tied_tables_are_held_once():
+    backend = triton_backend()
+    table = quant_tensor("token_embd.weight", np.random.default_rng(0).normal(size=(32, 64)), "Q8_0")
+    first = backend.pack([table], WeightRole.EMBEDDING)
+    second = backend.pack([table], WeightRole.LINEAR)
+    assert first.payload is second.payload
+    plain = TorchBackend(name="torch").pack([table], WeightRole.LINEAR)
+    assert np.array_equal(backend.unpack(first), plain.payload.numpy())
+
+
+def test_every_op_is_native_or_says_why():
+    placements = {p.op: p for p in triton_backend().placement()}
+    fallbacks = {op for op, p in placements.items() if p.level != "native"}
+    assert fallbacks == {"add", "select_rows"}
+    assert all(placements[op].reasons for op in fallbacks)
+    torch.manual_seed(0)
