@@ -15,12 +15,12 @@ ARCHITECTURES = tuple(
 )
 
 
-def decoder_config(checkpoint: Checkpoint, *, extra: Iterable[FormatSpec] = ()) -> DecoderConfig:
-    """The checkpoint's decoder; `extra` are the records of `halogen_model_architectures`.
+def config_of(checkpoint: Checkpoint, more: Iterable[FormatSpec] = ()) -> DecoderConfig:
+    """The checkpoint's decoder; `more` are the records of `halogen_model_architectures`.
 
     A factory `"pkg.mod:config"` is called with the checkpoint. Raises `ModelError`.
     """
-    known = {spec.name: spec for spec in (*ARCHITECTURES, *extra)}
+    known = {spec.name: spec for spec in (*ARCHITECTURES, *more)}
     spec = known.get(checkpoint.architecture)
     if spec is None:
         raise ModelError(
@@ -30,7 +30,5 @@ def decoder_config(checkpoint: Checkpoint, *, extra: Iterable[FormatSpec] = ()) 
             fix="choose another model, or install a plugin that brings this architecture",
         )
     module, _, attribute = spec.factory.partition(":")
-    config = cast(
-        "Callable[[Checkpoint], DecoderConfig]", getattr(import_module(module), attribute)
-    )
-    return config(checkpoint)
+    factory = getattr(import_module(module), attribute)
+    return cast("Callable[[Checkpoint], DecoderConfig]", factory)(checkpoint)

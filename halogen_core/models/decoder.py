@@ -1,4 +1,8 @@
-"""The decoder that every architecture parametrises: composes ops, computes nothing itself."""
+"""The decoder that every architecture is a configuration of, composed of ops.
+
+Nothing here computes on a device array; the type checker proves it, for `Array` is a bare type
+variable.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Generic
 
 import attrs
 
+from halogen_core.models.weights import DecoderWeights, LayerWeights, pack_decoder
 from halogen_core.spi import (
     Array,
     Backend,
@@ -16,40 +21,17 @@ from halogen_core.spi import (
     LayerConfig,
     Ops,
     PackedWeight,
+    Sampled,
     StepMeta,
-    WeightRole,
 )
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class LayerWeights(Generic[Array]):
-    """One layer's weights as the backend packed them; Q, K, V and gate, up are one each."""
-
-    attn_norm: PackedWeight[Array]
-    qkv: PackedWeight[Array]
-    qkv_bias: PackedWeight[Array] | None
-    q_norm: PackedWeight[Array] | None
-    k_norm: PackedWeight[Array] | None
-    sinks: PackedWeight[Array] | None
-    output: PackedWeight[Array]
-    output_bias: PackedWeight[Array] | None
-    post_attention_norm: PackedWeight[Array] | None
-    ffn_norm: PackedWeight[Array]
-    router: PackedWeight[Array] | None
-    gate_up: PackedWeight[Array]
-    down: PackedWeight[Array]
-    post_ffn_norm: PackedWeight[Array] | None
 
 
 @attrs.frozen(eq=False)
 class Decoder(Generic[Array]):
-    """Weights on a device and the order of ops over them."""
+    """A loaded model: what it is and its packed weights."""
 
     config: DecoderConfig
-    embedding: PackedWeight[Array]
-    layers: tuple[LayerWeights[Array], ...]
-    output_norm: PackedWeight[Array]
-    head: PackedWeight[Array]
+    weights: DecoderWeights[Array]
 
     @classmethod
     def load(
@@ -60,108 +42,74 @@ class Decoder(Generic[Array]):
         *,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Decoder[Array]:
-        """Pack all weights; `progress` hears of layers done and in all. Raises `ModelError`."""
-        packer = _Packer(checkpoint, backend)
-        embedding = packer.pack(WeightRole.EMBEDDING, "token_embd.weight")
-        layers = []
-        for i, layer in enumerate(config.layers):
-            layers.append(packer.layer(i, layer, config))
-            progress(i + 1, config.num_layers)
-        head = "token_embd.weight" if config.tied_embeddings else "output.weight"
-        return cls(
-            config,
-            embedding,
-            tuple(layers),
-            packer.pack(WeightRole.NORM, "output_norm.weight"),
-            packer.pack(WeightRole.LINEAR, head),
-        )
+        """Pack all weights on `backend`; `progress` hears of layers done and in all.
+
+        Raises `ModelError` for a tensor that is missing or misshapen.
+        """
+        return cls(config, pack_decoder(config, checkpoint, backend, progress))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as packed."""
-        packed = [self.embedding, self.output_norm, self.head]
-        for layer in self.layers:
-            packed += [w for w in attrs.astuple(layer, recurse=False) if w is not None]
-        return sum(weight.nbytes for weight in packed)
+        return self.weights.nbytes
+
+    def step(self, ops: Ops[Array], meta: StepMeta[Array], kv: KVCache) -> Sampled[Array]:
+        """One step: a token for each of `meta.logit_rows`."""
+        return ops.sample(self.logits(ops, meta, kv), meta)
 
     def logits(self, ops: Ops[Array], meta: StepMeta[Array], kv: KVCache) -> Array:
-        """Logits [R, V] of the step's `logit_rows`; writes the step's KV."""
-        x = self.hidden(ops, meta, kv)
-        config = self.config
-        return ops.logits(x, self.head, scale=config.logit_scale, softcap=config.final_softcap)
+        """Logits [R, V] float32 of `meta.logit_rows`; writes the step's KV."""
+        x, config = self.forward(ops, meta, kv), self.config
+        head = self.weights.head
+        return ops.logits(x, head, scale=config.logit_scale, softcap=config.final_softcap)
 
-    def hidden(self, ops: Ops[Array], meta: StepMeta[Array], kv: KVCache) -> Array:
-        """Final normed hidden states [R, H] of `logit_rows`."""
-        eps = self.config.norm_eps
-        residual = ops.embed(meta.token_ids, self.embedding, scale=self.config.embed_scale)
-        h = ops.rms_norm(residual, self.layers[0].attn_norm, eps=eps)
-        for i, layer in enumerate(self.layers):
-            x = self._attention(ops, h, i, meta, kv)
-            if i == len(self.layers) - 1:
+    def forward(self, ops: Ops[Array], meta: StepMeta[Array], kv: KVCache) -> Array:
+        """Final normed hidden states [R, H] of `meta.logit_rows`; writes the step's KV."""
+        config, weights = self.config, self.weights
+        residual = ops.embed(meta.token_ids, weights.embedding, scale=config.embed_scale)
+        x = ops.rms_norm(residual, weights.layers[0].attn_norm, eps=config.norm_eps)
+        norms = [*(layer.attn_norm for layer in weights.layers[1:]), weights.norm]
+        for index, (own, norm) in enumerate(zip(weights.layers, norms, strict=True)):
+            x = self._attention(ops, x, kv, index, meta)
+            if index == config.num_layers - 1 and not _all_rows(meta):
                 # nothing after the last attention mixes tokens: go on with the rows asked for
                 x, residual = ops.select_rows(x, meta), ops.select_rows(residual, meta)
-            h, residual = ops.add_rms_norm(x, residual, layer.ffn_norm, eps=eps)
-            x = self._feed_forward(ops, h, i)
-            norm = self.output_norm if i == len(self.layers) - 1 else self.layers[i + 1].attn_norm
-            h, residual = ops.add_rms_norm(x, residual, norm, eps=eps)
-        return h
+            x, residual = self._add_norm(ops, x, residual, own.post_attn_norm, own.ffn_norm)
+            x = _feed_forward(ops, x, config, config.layers[index], own)
+            x, residual = self._add_norm(ops, x, residual, own.post_ffn_norm, norm)
+        return x
 
     def _attention(
-        self, ops: Ops[Array], h: Array, index: int, meta: StepMeta[Array], kv: KVCache
+        self, ops: Ops[Array], x: Array, kv: KVCache, index: int, meta: StepMeta[Array]
     ) -> Array:
-        weights, spec = self.layers[index], self.config.layers[index].attention
-        qkv = ops.linear(h, weights.qkv, bias=weights.qkv_bias)
-        q = ops.qkv_rope_store(
-            qkv, kv, index, meta, spec, q_norm=weights.q_norm, k_norm=weights.k_norm
-        )
-        x = ops.attention(q, kv, index, meta, spec, sinks=weights.sinks)
-        x = ops.linear(x, weights.output, bias=weights.output_bias)
-        if weights.post_attention_norm is not None:
-            x = ops.rms_norm(x, weights.post_attention_norm, eps=self.config.norm_eps)
-        return x
+        spec, own = self.config.layers[index].attention, self.weights.layers[index]
+        qkv = ops.linear(x, own.qkv, bias=own.qkv_bias)
+        q = ops.qkv_rope_store(qkv, kv, index, meta, spec, q_norm=own.q_norm, k_norm=own.k_norm)
+        x = ops.attention(q, kv, index, meta, spec, sinks=own.sinks)
+        return ops.linear(x, own.output, bias=own.output_bias)
 
-    def _feed_forward(self, ops: Ops[Array], h: Array, index: int) -> Array:
-        weights, moe = self.layers[index], self.config.layers[index].moe
-        if moe is not None and weights.router is not None:
-            x = ops.moe(h, weights.router, weights.gate_up, weights.down, moe)
-        else:
-            x = ops.mlp(h, weights.gate_up, weights.down, self.config.activation)
-        if weights.post_ffn_norm is not None:
-            x = ops.rms_norm(x, weights.post_ffn_norm, eps=self.config.norm_eps)
-        return x
+    def _add_norm(
+        self,
+        ops: Ops[Array],
+        x: Array,
+        residual: Array,
+        post: PackedWeight[Array] | None,
+        norm: PackedWeight[Array],
+    ) -> tuple[Array, Array]:
+        """The next block's input and the residual stream."""
+        eps = self.config.norm_eps
+        if post is not None:
+            x = ops.rms_norm(x, post, eps=eps)
+        return ops.add_rms_norm(x, residual, norm, eps=eps)
 
 
-@attrs.frozen(eq=False)
-class _Packer(Generic[Array]):
-    checkpoint: Checkpoint
-    backend: Backend[Array]
+def _feed_forward(
+    ops: Ops[Array], x: Array, config: DecoderConfig, layer: LayerConfig, own: LayerWeights[Array]
+) -> Array:
+    if layer.moe is None or own.router is None:
+        return ops.mlp(x, own.gate_up, own.down, config.activation)
+    return ops.moe(x, own.router, own.gate_up, own.down, layer.moe)
 
-    def pack(self, role: WeightRole, *names: str) -> PackedWeight[Array]:
-        return self.backend.pack([self.checkpoint.tensor(name) for name in names], role)
 
-    def layer(self, i: int, layer: LayerConfig, config: DecoderConfig) -> LayerWeights[Array]:
-        def pack(role: WeightRole, *parts: str) -> PackedWeight[Array]:
-            return self.pack(role, *(f"blk.{i}.{part}" for part in parts))
-
-        def optional(wanted: bool, role: WeightRole, *parts: str) -> PackedWeight[Array] | None:
-            return pack(role, *parts) if wanted else None
-
-        norm, bias, linear = WeightRole.NORM, WeightRole.BIAS, WeightRole.LINEAR
-        matrices, suffix = (WeightRole.EXPERTS, "_exps") if layer.moe else (linear, "")
-        qkv = ("attn_q", "attn_k", "attn_v")
-        return LayerWeights(
-            attn_norm=pack(norm, "attn_norm.weight"),
-            qkv=pack(linear, *(f"{part}.weight" for part in qkv)),
-            qkv_bias=optional(config.qkv_bias, bias, *(f"{part}.bias" for part in qkv)),
-            q_norm=optional(config.qk_norm, norm, "attn_q_norm.weight"),
-            k_norm=optional(config.qk_norm, norm, "attn_k_norm.weight"),
-            sinks=optional(layer.sinks, WeightRole.SINKS, "attn_sinks.weight"),
-            output=pack(linear, "attn_output.weight"),
-            output_bias=optional(config.output_bias, bias, "attn_output.bias"),
-            post_attention_norm=optional(config.post_norms, norm, "post_attention_norm.weight"),
-            ffn_norm=pack(norm, "ffn_norm.weight"),
-            router=optional(layer.moe is not None, linear, "ffn_gate_inp.weight"),
-            gate_up=pack(matrices, f"ffn_gate{suffix}.weight", f"ffn_up{suffix}.weight"),
-            down=pack(matrices, f"ffn_down{suffix}.weight"),
-            post_ffn_norm=optional(config.post_norms, norm, "post_ffw_norm.weight"),
-        )
+def _all_rows(meta: StepMeta[Array]) -> bool:
+    return len(meta.host.logit_rows) == meta.host.num_tokens

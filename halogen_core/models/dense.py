@@ -108,7 +108,7 @@ def moe_spec(hparams: HParams) -> MoESpec | None:
         num_experts=experts,
         top_k=hparams.integer("expert_used_count"),
         gating=gating[kind],
-        normalize_top_k=hparams.flag("expert_weights_norm", True),
+        normalize_top_k=hparams.flag("expert_weights_norm", default=True),
         weight_scale=hparams.number("expert_weights_scale", 0.0) or 1.0,
     )
 

@@ -1,43 +1,48 @@
-"""Gemma 3: five sliding-window layers to one global, norms around both halves, scaled embedding."""
+"""Gemma 3: local and global layers, norms on both sides, scaled embeddings.
+
+GGUF stores norm weights as w + 1, so that they are plain RMSNorm weights.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import attrs
 
-from halogen_core.models.hparams import attention_specs, decoder_config, head_dim, required
-from halogen_core.models.rope import plain_rope_spec, rope_spec
-from halogen_core.spi import Activation, Checkpoint, DecoderConfig
+from halogen_core.models.dense import dense_config, windowed_layers
+from halogen_core.models.hparams import HParams
+from halogen_core.models.rope import rope_spec
+from halogen_core.spi import Activation, Checkpoint, DecoderConfig, LayerConfig
 
 _PERIOD = 6
-_LAYERS_27B = 62
+"""Every sixth layer is global."""
 
 
 def config(checkpoint: Checkpoint) -> DecoderConfig:
-    h, size = checkpoint.hparams, head_dim(checkpoint)
-    hidden, layers = required(checkpoint, "embedding_length"), required(checkpoint, "block_count")
-    local = _is_local(checkpoint, layers)
-    window = int(h.get("attention.sliding_window") or 0) or None
-    everywhere = rope_spec(checkpoint, size)
-    nearby = plain_rope_spec(
-        float(h.get("rope.freq_base_swa", 10000.0)), everywhere.dim, checkpoint.rope_style
-    )
-    heads = h["attention.head_count"]
-    scale = (hidden / heads) ** -0.5 if layers == _LAYERS_27B else size**-0.5
-    attention = attention_specs(
-        checkpoint,
-        scale=scale,
-        windows=[window if is_local else None for is_local in local],
-        rope_of=lambda i: nearby if local[i] else everywhere,
-    )
-    return decoder_config(
-        checkpoint, attention, activation=Activation.GELU_TANH, embed_scale=math.sqrt(hidden)
+    """Local layers rotate with base 10,000 and no scaling, global ones as the file says."""
+    hparams, dense = HParams(checkpoint), dense_config(checkpoint)
+    window = hparams.integer("attention.sliding_window")
+    attention = attrs.evolve(dense.layers[0].attention, window=window, scale=_scale(hparams, dense))
+    base = hparams.number("rope.freq_base_swa", 10000.0)
+    rope = rope_spec(hparams, attention.head_dim, base=base, scaled=False)
+    local = LayerConfig(attention=attrs.evolve(attention, rope=rope))
+    globally = LayerConfig(attention=attrs.evolve(attention, window=None))
+    return attrs.evolve(
+        dense,
+        layers=tuple(
+            local if windowed else globally
+            for windowed in windowed_layers(hparams, dense.num_layers, period=_PERIOD)
+        ),
+        activation=Activation.GELU_TANH,
+        qk_norm=True,
+        post_norms=True,
+        embed_scale=dense.hidden_size**0.5,
     )
 
 
-def _is_local(checkpoint: Checkpoint, layers: int) -> Sequence[bool]:
-    """Which layers slide: told one by one, by a period, or every sixth is global."""
-    pattern = checkpoint.hparams.get("attention.sliding_window_pattern", _PERIOD)
-    if isinstance(pattern, list | tuple):
-        return [bool(p) for p in pattern]
-    return [(i + 1) % int(pattern) != 0 for i in range(layers)]
+def _scale(hparams: HParams, dense: DecoderConfig) -> float:
+    attention = dense.layers[0].attention
+    if "attention.scale" in hparams.checkpoint.hparams:
+        return attention.scale
+    # only the 27B, told by its 62 layers, scales by the hidden size per head
+    by_hidden = dense.num_layers == 62
+    width = dense.hidden_size // attention.num_heads if by_hidden else attention.head_dim
+    return float(width**-0.5)

@@ -1,112 +1,105 @@
-"""The part of a `DecoderConfig` that all architectures read alike."""
+"""Reading a checkpoint's hyper-parameters (GGUF keys) and tensors with typed errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+import numpy as np
+
 from halogen_core.errors import ModelError
-from halogen_core.models.rope import rope_spec
-from halogen_core.spi import (
-    Activation,
-    AttentionSpec,
-    Checkpoint,
-    DecoderConfig,
-    LayerConfig,
-    MoESpec,
-    RopeSpec,
-)
+from halogen_core.spi import Checkpoint, QuantTensor
+
+_MISSING: Any = object()
 
 
-def required(checkpoint: Checkpoint, key: str) -> Any:
-    """A hyper-parameter, or `ModelError` (HRT-2403) naming it."""
-    try:
-        return checkpoint.hparams[key]
-    except KeyError:
-        raise ModelError(
-            f"`{checkpoint.path}` lacks the hyper-parameter `{key}`",
-            code="HRT-2403",
-            fix="convert the model again with a current converter",
-        ) from None
+@attrs.frozen
+class HParams:
+    """The keys of one checkpoint, without the architecture prefix."""
 
+    checkpoint: Checkpoint
 
-def per_layer(value: Any, num_layers: int) -> Sequence[Any]:
-    """A hyper-parameter that may be one value or one per layer."""
-    return value if isinstance(value, list | tuple) else [value] * num_layers
+    def integer(self, key: str, default: Any = _MISSING) -> int:
+        """A whole number; raises `ModelError` where it is missing or of another kind."""
+        value = self._uniform(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise self._wrong(key, value, "a whole number")
+        return int(value)
 
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        """A finite number."""
+        value = self._uniform(key, default)
+        good = isinstance(value, int | float | np.integer | np.floating)
+        if isinstance(value, bool) or not good or not np.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
 
-def head_dim(checkpoint: Checkpoint) -> int:
-    """D: given, or hidden size over heads."""
-    h = checkpoint.hparams
-    if "attention.key_length" in h:
-        return int(h["attention.key_length"])
-    num_layers = int(required(checkpoint, "block_count"))
-    heads = per_layer(required(checkpoint, "attention.head_count"), num_layers)
-    return int(required(checkpoint, "embedding_length")) // int(heads[0])
+    def optional_number(self, key: str) -> float | None:
+        """A number, or None where the key is missing or 0."""
+        return self.number(key, 0.0) or None
 
+    def text(self, key: str, default: str) -> str:
+        value = self.checkpoint.hparams.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
 
-def attention_specs(
-    checkpoint: Checkpoint,
-    *,
-    scale: float | None = None,
-    windows: Sequence[int | None] | None = None,
-    rope_of: Callable[[int], RopeSpec] | None = None,
-) -> list[AttentionSpec]:
-    """One `AttentionSpec` a layer; `windows` and `rope_of` where layers differ."""
-    h = checkpoint.hparams
-    layers, size = int(required(checkpoint, "block_count")), head_dim(checkpoint)
-    heads = per_layer(required(checkpoint, "attention.head_count"), layers)
-    kv_heads = per_layer(h.get("attention.head_count_kv", heads), layers)
-    shared = rope_spec(checkpoint, size)
-    return [
-        AttentionSpec(
-            num_heads=int(heads[i]),
-            num_kv_heads=int(kv_heads[i]),
-            head_dim=size,
-            scale=float(h.get("attention.scale") or scale or size**-0.5),
-            rope=rope_of(i) if rope_of else shared,
-            window=windows[i] if windows else None,
-            softcap=h.get("attn_logit_softcapping"),
-            norm_eps=float(required(checkpoint, "attention.layer_norm_rms_epsilon")),
-        )
-        for i in range(layers)
-    ]
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.checkpoint.hparams.get(key, default)
+        if not isinstance(value, bool | np.bool_):
+            raise self._wrong(key, value, "true or false")
+        return bool(value)
 
+    def per_layer(self, key: str, layers: int) -> list[Any] | None:
+        """A list with one entry per layer, None where the key is missing or no list."""
+        value = self.checkpoint.hparams.get(key)
+        if value is None or isinstance(value, str) or not hasattr(value, "__len__"):
+            return None
+        if len(value) != layers:
+            raise self._wrong(key, value, f"a list of {layers} entries, one per layer")
+        return list(value)
 
-def decoder_config(
-    checkpoint: Checkpoint,
-    attention: Sequence[AttentionSpec],
-    *,
-    moe: MoESpec | None = None,
-    activation: Activation = Activation.SILU,
-    embed_scale: float = 1.0,
-) -> DecoderConfig:
-    """The config over `attention`; biases, norms and tying are what the tensors say."""
-    h, names = checkpoint.hparams, checkpoint.names()
-    width = "expert_feed_forward_length" if moe else "feed_forward_length"
-    sizes = per_layer(required(checkpoint, width), len(attention))
-    return DecoderConfig(
-        architecture=checkpoint.architecture,
-        layers=tuple(
-            LayerConfig(
-                attention=spec,
-                moe=moe if f"blk.{i}.ffn_gate_inp.weight" in names else None,
-                sinks=f"blk.{i}.attn_sinks.weight" in names,
+    def has_tensor(self, name: str) -> bool:
+        return name in self.checkpoint.names()
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> QuantTensor:
+        """A tensor that must exist and have this shape."""
+        if not self.has_tensor(name):
+            raise ModelError(
+                f"tensor `{name}` is missing from `{self.checkpoint.path}`; architecture "
+                f"`{self.checkpoint.architecture}` needs it with shape {shape}",
+                code="HRT-2404",
+                fix="the file is incomplete or of another architecture; fetch or convert it again",
             )
-            for i, spec in enumerate(attention)
-        ),
-        hidden_size=int(required(checkpoint, "embedding_length")),
-        intermediate_size=int(sizes[0]),
-        vocab_size=int(required(checkpoint, "vocab_size")),
-        context_length=int(required(checkpoint, "context_length")),
-        norm_eps=float(required(checkpoint, "attention.layer_norm_rms_epsilon")),
-        activation=activation,
-        qkv_bias="blk.0.attn_q.bias" in names,
-        output_bias="blk.0.attn_output.bias" in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
-        post_norms="blk.0.post_ffw_norm.weight" in names,
-        tied_embeddings="output.weight" not in names,
-        embed_scale=embed_scale,
-        logit_scale=float(h.get("logit_scale") or 1.0),
-        final_softcap=h.get("final_logit_softcapping"),
-    )
+        found = self.checkpoint.tensor(name)
+        if tuple(found.shape) != shape:
+            raise ModelError(
+                f"tensor `{name}` of `{self.checkpoint.path}` has shape {tuple(found.shape)}; "
+                f"its hyper-parameters imply {shape}",
+                code="HRT-2405",
+                fix="the file contradicts itself; fetch or convert it again",
+            )
+        return found
+
+    def _uniform(self, key: str, default: Any) -> Any:
+        value = self.checkpoint.hparams.get(key, default)
+        if value is _MISSING:
+            raise ModelError(
+                f"hyper-parameter `{key}` is missing from `{self.checkpoint.path}`; architecture "
+                f"`{self.checkpoint.architecture}` needs it",
+                code="HRT-2402",
+                fix="the file is incomplete; fetch or convert it again",
+            )
+        if not isinstance(value, str) and hasattr(value, "__len__"):
+            if len(value) == 0 or any(entry != value[0] for entry in value):
+                raise self._wrong(key, value, "the same for every layer")
+            return value[0]
+        return value
+
+    def _wrong(self, key: str, value: Any, allowed: str) -> ModelError:
+        return ModelError(
+            f"hyper-parameter `{key}` of `{self.checkpoint.path}` is {value!r}; it must be "
+            f"{allowed}",
+            code="HRT-2403",
+            fix="fetch or convert the file again",
+        )

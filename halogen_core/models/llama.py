@@ -1,12 +1,5 @@
-"""Llama, Mistral up to 0.3, SmolLM2 and Mixtral: the plain decoder, experts where there are any."""
+"""Llama, and what is shaped like it: Mistral, Mixtral, SmolLM2."""
 
-from __future__ import annotations
+from halogen_core.models.dense import dense_config as config
 
-from halogen_core.models.hparams import attention_specs, decoder_config
-from halogen_core.models.qwen3moe import moe_spec
-from halogen_core.spi import Checkpoint, DecoderConfig
-
-
-def config(checkpoint: Checkpoint) -> DecoderConfig:
-    moe = moe_spec(checkpoint) if checkpoint.hparams.get("expert_count") else None
-    return decoder_config(checkpoint, attention_specs(checkpoint), moe=moe)
+__all__ = ["config"]

@@ -1,10 +1,13 @@
-"""Qwen 2 and 2.5: the plain decoder with biases on Q, K and V."""
+"""Qwen 2 and 2.5: Llama with biases on Q, K and V."""
 
 from __future__ import annotations
 
-from halogen_core.models.hparams import attention_specs, decoder_config
+import attrs
+
+from halogen_core.models.dense import dense_config
 from halogen_core.spi import Checkpoint, DecoderConfig
 
 
 def config(checkpoint: Checkpoint) -> DecoderConfig:
-    return decoder_config(checkpoint, attention_specs(checkpoint))
+    """The file must have the biases."""
+    return attrs.evolve(dense_config(checkpoint), qkv_bias=True)

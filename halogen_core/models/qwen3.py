@@ -1,10 +1,13 @@
-"""Qwen 3: RMSNorm of each Q and K head before rotation, head dim given apart from hidden size."""
+"""Qwen 3: an RMSNorm on every Q and K head."""
 
 from __future__ import annotations
 
-from halogen_core.models.hparams import attention_specs, decoder_config
+import attrs
+
+from halogen_core.models.dense import dense_config
 from halogen_core.spi import Checkpoint, DecoderConfig
 
 
 def config(checkpoint: Checkpoint) -> DecoderConfig:
-    return decoder_config(checkpoint, attention_specs(checkpoint))
+    """The file must have the Q and K norms."""
+    return attrs.evolve(dense_config(checkpoint), qk_norm=True)

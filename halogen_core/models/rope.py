@@ -1,85 +1,83 @@
-"""Rotary embedding from hyper-parameters: every scaling ends up in `inv_freq`."""
+"""Rope scaling, folded into frequencies: none, linear, Llama 3 divisors, YaRN."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.errors import ModelError
-from halogen_core.spi import Checkpoint, RopeSpec, RopeStyle
+from halogen_core.models.hparams import HParams
+from halogen_core.spi import RopeSpec
 
-_SCALINGS = ("none", "linear", "yarn")
-
-
-def rope_spec(checkpoint: Checkpoint, head_dim: int) -> RopeSpec:
-    """The checkpoint's own rotation (its global one, where layers differ)."""
-    h = checkpoint.hparams
-    dim = int(h.get("rope.dimension_count", head_dim))
-    base = float(h.get("rope.freq_base", 10000.0))
-    inv_freq, attention_factor = _scaled(base ** -(np.arange(0, dim, 2) / dim), base, dim, h)
-    if "rope_freqs.weight" in checkpoint.names():
-        inv_freq = inv_freq / _frequency_factors(checkpoint)
-    return _spec(inv_freq, checkpoint.rope_style, attention_factor)
+_DIVISORS = "rope_freqs.weight"
 
 
-def plain_rope_spec(base: float, dim: int, style: RopeStyle) -> RopeSpec:
-    """An unscaled rotation, as of Gemma 3's sliding-window layers."""
-    return _spec(base ** -(np.arange(0, dim, 2) / dim), style, 1.0)
-
-
-def _spec(inv_freq: NDArray[np.float64], style: RopeStyle, attention_factor: float) -> RopeSpec:
+def rope_spec(
+    hparams: HParams, head_dim: int, *, base: float | None = None, scaled: bool = True
+) -> RopeSpec:
+    """The rotation of one kind of layer; `scaled` False leaves the file's scaling out."""
+    dim = hparams.integer("rope.dimension_count", head_dim)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise ModelError(
+            f"`rope.dimension_count` is {dim}; it must be even and at most the head dim {head_dim}",
+            code="HRT-2403",
+            fix="fetch or convert the file again",
+        )
+    if base is None:
+        base = hparams.number("rope.freq_base", 10000.0)
+    frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    factor = 1.0
+    if scaled:
+        frequencies, factor = _scale(hparams, frequencies, base)
     return RopeSpec(
-        dim=2 * len(inv_freq),
-        inv_freq=tuple(inv_freq.tolist()),
-        style=style,
-        attention_factor=attention_factor,
+        dim=dim,
+        inv_freq=tuple(frequencies.tolist()),
+        style=hparams.checkpoint.rope_style,
+        attention_factor=factor,
     )
 
 
-def _scaled(
-    inv_freq: NDArray[np.float64], base: float, dim: int, h: Mapping[str, Any]
+def _scale(
+    hparams: HParams, frequencies: NDArray[np.float64], base: float
 ) -> tuple[NDArray[np.float64], float]:
-    factor = float(h.get("rope.scaling.factor", h.get("rope.scale_linear", 1.0)) or 1.0)
-    kind = h.get("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    """Frequencies and attention factor as the file scales them."""
+    if hparams.has_tensor(_DIVISORS):
+        divisors = hparams.tensor(_DIVISORS, (len(frequencies),))
+        frequencies = frequencies / divisors.data.view(np.float32).astype(np.float64)
+    old_factor = hparams.number("rope.scale_linear", 1.0)
+    factor = hparams.number("rope.scaling.factor", old_factor) or 1.0
+    kind = hparams.text("rope.scaling.type", "linear")
     if kind == "none" or factor == 1.0:
-        return inv_freq, 1.0
+        return frequencies, 1.0
     if kind == "linear":
-        return inv_freq / factor, 1.0
+        return frequencies / factor, 1.0
     if kind == "yarn":
-        return _yarn(inv_freq, base, dim, factor, h)
+        return _yarn(hparams, frequencies, base, factor)
     raise ModelError(
-        f"rope scaling is `{kind}`; known are {', '.join(_SCALINGS)}",
-        code="HRT-2401",
-        fix="use a model without it, or a newer halogen",
+        f"`rope.scaling.type` is `{kind}`; supported are none, linear and yarn, and "
+        f"Llama 3's divisors in `{_DIVISORS}`",
+        code="HRT-2406",
+        fix="choose another model",
     )
 
 
 def _yarn(
-    inv_freq: NDArray[np.float64], base: float, dim: int, factor: float, h: Mapping[str, Any]
+    hparams: HParams, frequencies: NDArray[np.float64], base: float, factor: float
 ) -> tuple[NDArray[np.float64], float]:
-    """YaRN (Peng et al., 2023): interpolate slow dimensions, keep fast ones, ramp between."""
-    original = float(h.get("rope.scaling.original_context_length", h.get("context_length", 4096)))
+    """YaRN (Peng et al., 2023): a ramp over dimensions, and warmer attention."""
+    dim = 2 * len(frequencies)
+    key = "rope.scaling.original_context_length"
+    original = hparams.integer(key, hparams.integer("context_length"))
 
-    def turns_at(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(turns_at(float(h.get("rope.scaling.yarn_beta_fast", 32.0)))), 0)
-    high = min(math.ceil(turns_at(float(h.get("rope.scaling.yarn_beta_slow", 1.0)))), dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-    scaled = inv_freq / factor * ramp + inv_freq * (1.0 - ramp)
-    attention = float(h.get("rope.scaling.attn_factor", 1.0))
-    return scaled, attention * (0.1 * math.log(factor) + 1.0)
-
-
-def _frequency_factors(checkpoint: Checkpoint) -> NDArray[np.float64]:
-    """Per-dimension divisors (Llama 3.1), stored as float32."""
-    tensor = checkpoint.tensor("rope_freqs.weight")
-    if tensor.format != "F32":
-        raise ModelError(
-            f"`rope_freqs.weight` is stored as {tensor.format}; F32 is needed", code="HRT-2402"
-        )
-    return tensor.data.view(np.float32).astype(np.float64)
+    fast = hparams.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = hparams.number("rope.scaling.yarn_beta_slow", 1.0)
+    low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    scaled = ramp * frequencies / factor + (1 - ramp) * frequencies
+    warmth = hparams.number("rope.scaling.attn_factor", 1.0)
+    return scaled, warmth * (1 + 0.1 * math.log(factor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic
 
 import attrs
@@ -75,20 +75,23 @@ class _Packer(Generic[Array]):
 
 
 def pack_decoder(
-    config: DecoderConfig, checkpoint: Checkpoint, backend: Backend[Array]
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    backend: Backend[Array],
+    progress: Callable[[int, int], None],
 ) -> DecoderWeights[Array]:
     """All weights; raises `ModelError` naming the tensor that is missing or misshapen."""
     pack = _Packer(HParams(checkpoint), backend)
     table = (config.vocab_size, config.hidden_size)
     embedding = pack(WeightRole.EMBEDDING, {"token_embd.weight": table})
-    layers = tuple(
-        _pack_layer(pack, config, layer, f"blk.{index}.")
-        for index, layer in enumerate(config.layers)
-    )
+    layers = []
+    for index, layer in enumerate(config.layers):
+        layers.append(_pack_layer(pack, config, layer, f"blk.{index}."))
+        progress(index + 1, config.num_layers)
     head = "token_embd.weight" if config.tied_embeddings else "output.weight"
     return DecoderWeights(
         embedding=embedding,
-        layers=layers,
+        layers=tuple(layers),
         norm=pack.norm("output_norm.weight", config.hidden_size),
         head=pack(WeightRole.LINEAR, {head: table}),
     )

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from halogen_core.models import Decoder, decoder_config, kv_spec
+from halogen_core.models import Decoder, config_of, kv_spec
 from halogen_core.spi import OPS, BackendOptions, ConfigError, ProbeContext, SupportLevel
 from halogen_core.spi.testing import Share, step_batch, tiny_checkpoint
 from halogen_cpu_reference import plugin
@@ -38,7 +38,7 @@ def test_other_devices_and_options_are_refused():
 def test_a_model_runs_in_every_dtype(dtype):
     backend = create(BackendOptions(extra={"dtype": dtype}))
     checkpoint = tiny_checkpoint("llama")
-    config = decoder_config(checkpoint)
+    config = config_of(checkpoint)
     decoder = Decoder.load(config, checkpoint, backend)
     layout = backend.kv_layout(kv_spec(config, dtype=dtype, block_size=16))
     kv = backend.kv_alloc(layout, 4)
