@@ -46,8 +46,9 @@ def render_prompt(service: Service, body: ChatBody) -> Prompt:
     messages = validation.template_messages(body.messages)
     refuse_huge_text(service, "".join(m["content"] for m in messages), "messages")
     add = body.add_generation_prompt is not False
-    variables = body.chat_template_kwargs or {}
-    ids = service.render(messages, add_generation_prompt=add, **variables)
+    ids = service.render(
+        messages, add_generation_prompt=add, template_kwargs=body.chat_template_kwargs
+    )
     return Prompt(token_ids=ids, text="")
 
 

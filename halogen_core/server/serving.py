@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -12,10 +13,15 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from halogen_core.config import ServerSettings
+from halogen_core.config import Config, ServerSettings
+from halogen_core.engine.client import EngineClient
 from halogen_core.errors import ConfigError
+from halogen_core.loader import Tokenizer
+from halogen_core.loader.chat_template import has_chat_template, render_chat
+from halogen_core.server.admission import Admission
 from halogen_core.server.app import create_app, metrics_router
 from halogen_core.server.http import with_deadlines
+from halogen_core.server.metrics import Metrics
 from halogen_core.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -136,6 +142,20 @@ async def _drain(service: Service, server: DrainingServer) -> None:
     if not await service.engine.drain(seconds):
         log.warning("drain timed out with %d sequences running", service.admission.inside)
     server.should_exit = True
+
+
+def make_service(config: Config, engine: EngineClient, tokenizer: Tokenizer) -> Service:
+    """The service for one engine, with the model's own chat template."""
+    if not has_chat_template(tokenizer):
+        log.warning("the model brings no chat template; ChatML is assumed for chat")
+    return Service(
+        config=config,
+        engine=engine,
+        tokenizer=tokenizer,
+        render=functools.partial(render_chat, tokenizer),
+        admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
+        metrics=Metrics(),
+    )
 
 
 async def serve(service: Service, listener: socket.socket) -> None:

@@ -58,7 +58,7 @@ def byte_tokenizer():
     )
 
 
-def render(messages, add_generation_prompt=True, **_variables):
+def render(messages, add_generation_prompt=True, template_kwargs=None):
     """ChatML without newlines."""
     ids = []
     for message in messages:

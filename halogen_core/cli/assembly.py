@@ -1,0 +1,74 @@
+"""From settings to the parts that `run` and `serve` need: model, tokenizer, engine options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from halogen_core.config import Config, environment
+from halogen_core.engine.options import EngineOptions
+from halogen_core.loader import Tokenizer, load_tokenizer, open_model
+from halogen_core.loader.catalogue import resolve_model
+
+
+@attrs.frozen(kw_only=True)
+class Parts:
+    """A resolved model with its tokenizer, and what builds its engine."""
+
+    options: EngineOptions
+    tokenizer: Tokenizer
+
+
+def assemble(config: Config) -> Parts:
+    """Find and open the model; raises `ModelError` before anything heavy starts."""
+    path = resolve_model(config.model.model, config.paths.models_dir)
+    checkpoint = open_model(path)
+    tokenizer = load_tokenizer(checkpoint)
+    return Parts(options=engine_options(config, path, tokenizer), tokenizer=tokenizer)
+
+
+def model_name(config: Config, path: Path) -> str:
+    """The name that answers carry: what the user asked for, without folders and suffix."""
+    asked = config.model.model
+    return path.stem if asked == str(path) or "/" in asked else asked
+
+
+def engine_options(config: Config, path: Path, tokenizer: Tokenizer) -> EngineOptions:
+    """The settings that the engine reads, and nothing else."""
+    engine, cache = config.engine, config.cache
+    return EngineOptions(
+        model_path=str(path),
+        model_id=model_name(config, path),
+        end_token_ids=sorted(tokenizer.end_token_ids),
+        backend=engine.backend,
+        device=engine.device,
+        backend_options=dict(engine.backend_option),
+        plugins_allow=None if engine.plugins is None else list(engine.plugins),
+        plugins_block=list(engine.no_plugin),
+        threads=engine.threads,
+        deterministic=engine.deterministic,
+        cache_dir=str(config.paths.cache_dir),
+        environment=environment(),
+        max_context=config.model.max_context,
+        max_batch=engine.max_batch,
+        max_batch_tokens=engine.max_batch_tokens,
+        max_queue=engine.max_queue,
+        max_prompt_len=engine.max_prompt_len,
+        max_decode_len=engine.max_decode_len,
+        max_total_tokens=engine.max_total_tokens,
+        kv_dtype=cache.kv_dtype,
+        block_size=cache.block_size,
+        kv_bytes=cache.pool_size,
+        kv_ratio=cache.kv_cache_ratio,
+        host_reserve=cache.host_reserve,
+        prefix_cache=cache.prefix_cache,
+        host_kv_bytes=cache.host_pool_size,
+        scheduling_policy=engine.scheduling_policy,
+        eviction_policy=cache.eviction_policy,
+        tpot_target_ms=engine.tpot_target_ms,
+        min_batch_window_ms=engine.min_batch_window_ms,
+        max_batch_window_ms=engine.max_batch_window_ms,
+        prefill_timeout_ms=engine.prefill_timeout_ms,
+        long_prompt_tokens=engine.long_prompt_tokens,
+    )

@@ -1,0 +1,48 @@
+"""`halogen doctor`: check this machine and what is installed on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import attrs
+import click
+
+from halogen_core.cli.doctor_checks import core_findings, plugin_findings, worst
+from halogen_core.cli.plugins import plugin_options
+from halogen_core.cli.settings import with_settings
+from halogen_core.config import Config, environment
+from halogen_core.plugins import PluginRegistry
+from halogen_core.spi import DoctorContext, Finding, Severity
+
+LOOKS = {
+    Severity.OK: ("ok", "green"),
+    Severity.INFO: ("info", "blue"),
+    Severity.WARNING: ("warning", "yellow"),
+    Severity.ERROR: ("error", "red"),
+}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="for programs")
+@click.option("--root", default="/", help="judge a copy of another machine's /proc and /sys")
+@with_settings(also=("plugins", "no_plugin"))
+def command(config: Config, as_json: bool, root: str) -> None:
+    """Check this machine and what is installed; exit code 1 when something must be mended."""
+    context = DoctorContext(root=root, environment=environment(), live=root == "/")
+    registry = PluginRegistry.discover(plugin_options(config))
+    findings = [*core_findings(context), *plugin_findings(registry, context)]
+    if as_json:
+        click.echo(json.dumps([attrs.asdict(f) for f in findings], indent=2))
+    else:
+        for finding in findings:
+            _show(finding)
+    sys.exit(int(worst(findings) is Severity.ERROR))
+
+
+def _show(finding: Finding) -> None:
+    word, colour = LOOKS[finding.severity]
+    click.echo(f"{click.style(f'{word:>7}', fg=colour)}  {finding.text}")
+    for line in (finding.evidence, finding.fix and f"fix: {finding.fix}"):
+        if line and finding.severity is not Severity.OK:
+            click.echo(f"         {line}")
