@@ -6,10 +6,12 @@ every cut through a character or a stop string can be made.
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager
 
 import attrs
 import httpx
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -76,8 +78,9 @@ class Running:
 class ScriptedEngine:
     """A `Steppable` whose tokens are chosen by `script(request) -> token ids`; EOS follows."""
 
-    def __init__(self, script, *, max_queue=64, max_batch=64):
+    def __init__(self, script, *, max_queue=64, max_batch=64, pause_s=0.0):
         self.script = script
+        self.pause_s = pause_s
         self.gate = threading.Event()
         self.gate.set()
         self.max_queue, self.max_batch = max_queue, max_batch
@@ -115,6 +118,7 @@ class ScriptedEngine:
         if not self.gate.is_set():
             return []
         self.steps += 1
+        time.sleep(self.pause_s)
         outputs = [self._advance(r) for r in list(self.running.values())[: self.max_batch]]
         for output in outputs:
             if output.finish_reason:
@@ -201,24 +205,26 @@ class Server:
     engine: ScriptedEngine
     loop: asyncio.AbstractEventLoop
     uvicorn: object
+    client: httpx.Client = attrs.field(factory=lambda: httpx.Client(timeout=20))
 
     def post(self, path, body, **options):
         kind = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(self.url + path, timeout=20, **kind, **options)
+        return self.client.post(self.url + path, **kind, **options)
 
     def get(self, path, **options):
-        return httpx.get(self.url + path, timeout=20, **options)
+        return self.client.get(self.url + path, **options)
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
 
 
 @contextmanager
-def serving(script, *, info=INFO, engine_options=None, **settings):
+def serving(script, *, info_context=4096, engine_options=None, **settings):
     """A server that answers with a text, or with what `script(request)` chooses; a script may
     hold an exception, which the step then raises. `settings` are as on the command line."""
     text = script
     chosen = script if callable(script) else lambda _request: list(text.encode())
+    info = msgspec.structs.replace(INFO, context_length=info_context)
     engine = ScriptedEngine(chosen, **(engine_options or {}))
     config = resolve({"port": 0} | settings, environment={"HOME": "/nowhere"})
     started, box = threading.Event(), {}
@@ -252,6 +258,7 @@ def serving(script, *, info=INFO, engine_options=None, **settings):
         yield server
     finally:
         engine.gate.set()
+        server.client.close()
         server.uvicorn.should_exit = True
         thread.join(20)
     assert not thread.is_alive(), "the server did not stop"
