@@ -70,6 +70,7 @@ def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
         kinds=kinds,
         byte_level=model == "gpt2",
         bos_token_id=bos,
+        eos_token_id=metadata.token_id("eos_token_id", len(pieces)),
         add_bos=metadata.get("add_bos_token", bool, _bos_by_default(metadata, model)),
         end_token_ids=frozenset((marks - {bos}) | named_end_tokens(pieces, kinds)),
         chat_templates=_chat_templates(values),

@@ -40,6 +40,7 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
         kinds=kinds,
         byte_level="ByteLevel" in repr(core.decoder),
         bos_token_id=bos,
+        eos_token_id=_token_id(core, settings.get("eos_token")),
         add_bos=bool(settings.get("add_bos_token", add_bos)) and bos is not None,
         end_token_ids=frozenset(ends | named_end_tokens(pieces, kinds)),
         chat_templates=_chat_templates(directory, settings),

@@ -70,6 +70,8 @@ class Tokenizer:
     byte_level: bool
     """Pieces are written in GPT-2's byte alphabet, not in SentencePiece's."""
     bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    """What templates call `eos_token`; `end_token_ids` are what ends an answer."""
     add_bos: bool = False
     end_token_ids: frozenset[int] = frozenset()
     """An answer ends with any of these."""
