@@ -13,6 +13,7 @@ from halogen_core.config import Config
 from halogen_core.loader.catalogue import KNOWN_MODELS, parse_hub_name, resolve_model
 from halogen_core.loader.fetch import Progress, fetch_hub, fetch_known
 from halogen_core.loader.opening import open_model
+from halogen_core.models import config_of
 
 
 def pull_model(name: str, models_dir: Path, *, progress: Progress | None = None) -> Path:
@@ -25,7 +26,7 @@ def pull_model(name: str, models_dir: Path, *, progress: Progress | None = None)
         return fetch_known(known, models_dir, report)
     hub = parse_hub_name(name)
     path = fetch_hub(hub, models_dir) if hub else resolve_model(name, models_dir)
-    open_model(path)
+    config_of(open_model(path))
     return path
 
 

@@ -1,4 +1,8 @@
-"""What each architecture must have: hyper-parameters in range, every tensor there, none unknown."""
+"""What a checkpoint must be before it is believed: numbers in range, every tensor, none unknown.
+
+A tensor that a definition does not know (a bias, a norm) would be left out silently and the answers
+be wrong; here it is refused. Architectures that plugins bring check themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Any
 
 import attrs
 
-from halogen_core.errors import ModelError
 from halogen_core.loader.failures import unfit
 from halogen_core.spi.model import Checkpoint
 from halogen_core.spi.operations import RopeStyle
@@ -34,17 +37,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def architecture_named(name: str, path: str) -> Architecture:
-    """The entry for GGUF's `name`; raises `ModelError` with the supported list."""
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    raise ModelError(
-        f"`{path}` has the architecture `{name}`; halogen runs {', '.join(ARCHITECTURES)}",
-        code="HRT-2005",
-        fix="take a model of one of these families",
-    )
-
-
 # ---------------------------------------------------------------- hyper-parameters
 
 _MANY = 1 << 31
@@ -67,16 +59,19 @@ _INTEGERS = {  # key -> (least, most, may be one value per layer)
 }
 _POSITIVE = (
     "attention.layer_norm_rms_epsilon",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
     "rope.freq_base",
     "rope.freq_base_swa",
     "rope.scaling.factor",
     "rope.scale_linear",
     "rope.scaling.attn_factor",
 )
+_POSITIVE_OR_OFF = (
+    "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+)
+"""0 means: not used."""
 _REQUIRED = (
     "block_count",
     "context_length",
@@ -95,9 +90,10 @@ def _check_hparams(hparams: Mapping[str, Any], path: str) -> None:
         for value in _values(hparams, key, path, per_layer=per_layer):
             if type(value) is not int or not least <= value <= most:
                 raise unfit(path, f"`{key}` is {value!r}; an integer in {least} … {most} is needed")
-    for key in _POSITIVE:
+    for key in (*_POSITIVE, *_POSITIVE_OR_OFF):
         value = hparams.get(key, 1.0)
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+        allowed = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        if not allowed or (value == 0 and key in _POSITIVE):
             raise unfit(path, f"`{key}` is {value!r}; a positive number is needed")
 
 
@@ -215,19 +211,26 @@ def _tensors(
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Raise `ModelError` unless the checkpoint is a whole model of a known architecture."""
+    """Raise `ModelError` unless the checkpoint is a whole model, as far as its kind is known."""
     path = checkpoint.path
-    arch = architecture_named(checkpoint.architecture, path)
     _check_hparams(checkpoint.hparams, path)
+    arch = ARCHITECTURES.get(checkpoint.architecture)
+    if arch is None:
+        return
     unknown = set(checkpoint.names())
     for name, shape, required in _tensors(arch, checkpoint.hparams, path):
-        if name not in unknown:
-            if required:
-                raise unfit(path, f"tensor `{name}` is missing")
-            continue
-        unknown.discard(name)
-        found = checkpoint.tensor(name).shape
-        if found != shape:
-            raise unfit(path, f"tensor `{name}` has shape {list(found)}, {list(shape)} is due")
+        if name in unknown:
+            _check_shape(checkpoint, name, shape)
+            unknown.discard(name)
+        elif required:
+            raise unfit(path, f"tensor `{name}` is missing")
     if unknown:
         raise unfit(path, f"{len(unknown)} tensors are unknown, e.g. `{min(unknown)}`")
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, shape: _Shape) -> None:
+    found = checkpoint.tensor(name).shape
+    if found != shape:
+        raise unfit(
+            checkpoint.path, f"tensor `{name}` has shape {list(found)}, {list(shape)} is due"
+        )

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from halogen_core.errors import ModelError
-from halogen_core.loader.architecture import architecture_named
+from halogen_core.loader.architecture import ARCHITECTURES
 from halogen_core.loader.content import content_hash
 from halogen_core.loader.failures import unfit
 from halogen_core.loader.gguf import GGUFFile, TensorEntry, read_gguf
@@ -59,7 +59,8 @@ class GGUFCheckpoint:
 
     @property
     def rope_style(self) -> RopeStyle:
-        return architecture_named(self.architecture, self.path).gguf_rope_style
+        known = ARCHITECTURES.get(self.architecture)
+        return known.gguf_rope_style if known else RopeStyle.NEOX
 
     @cached_property
     def content_id(self) -> str:

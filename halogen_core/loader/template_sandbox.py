@@ -99,7 +99,7 @@ def _compiled(source: str) -> jinja2.Template:
         raise ModelError(
             f"the chat template is not valid: {exc}",
             code="HRT-2202",
-            fix="give another with --chat-template, or use the completions endpoint",
+            fix="use the completions endpoint or `halogen run --raw`, or take another file",
         ) from exc
 
 
