@@ -1,0 +1,4 @@
+"""What backends are asked, a module per topic; each has `cases()`."""
+
+TOPICS = ("registration", "elementwise", "matmul", "attending", "sampling")
+"""Modules of this package, in running order within a level."""

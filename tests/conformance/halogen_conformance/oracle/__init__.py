@@ -1,0 +1,1 @@
+"""Float64 truth in numpy: dense, unpaged, sharing no code with any backend."""
