@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ MAX_TURNS = 1_000_000
 MAX_INT_BITS = 4096
 MAX_WIDTH = 100
 _ITEM_SIZE = 8
+_WIDE_FIELD = re.compile(r"\{[^{}]*(?:\{|:[^{}]*\d{3})")
 
 
 class OverBudget(Exception):
@@ -90,6 +92,14 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
         bits = a + b if operator == "*" else a * max(right, 1)
         if bits > MAX_INT_BITS:
             raise OverBudget(f"a number of more than {MAX_INT_BITS} bits")
+
+
+def check_format(pattern: str, values: Any) -> None:
+    """Raise `OverBudget` unless `pattern.format(…)` of `values` stays small."""
+    plain = pattern.replace("{{", "").replace("}}", "")
+    if _WIDE_FIELD.search(plain):
+        raise OverBudget("a wide format")
+    check_size(len(pattern) + plain.count("{") * (size_of(values) + MAX_WIDTH))
 
 
 def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any) -> None:

@@ -31,6 +31,7 @@ from halogen_core.loader.template_budget import (
     MAX_WIDTH,
     Budget,
     OverBudget,
+    check_format,
     check_operator,
     check_size,
     size_of,
@@ -173,8 +174,16 @@ def _finalized(context: Context, value: Any) -> Any:
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
-    def wrap_str_format(self, value: Any) -> None:
-        """No `str.format`: its widths have no bound."""
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        safe = super().wrap_str_format(value)
+        if safe is None:
+            return None
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            check_format(value.__self__, (args, kwargs))
+            return safe(*args, **kwargs)
+
+        return formatted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr not in _TEXT_METHODS:
@@ -189,7 +198,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and __obj.__name__ in GROWING_METHODS:
             args = tuple(map(_listed, args))
-            GROWING_METHODS[__obj.__name__](owner, *args, **kwargs)
+            GROWING_METHODS[__obj.__name__](owner, *args)
         return bounded(__context, super().call(__context, __obj, *args, **kwargs))
 
 
