@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from halogen_core.cli.assembly import Parts
-from halogen_core.engine.engine import build_engine
+from halogen_core.engine.building import build_engine
 from halogen_core.engine.local import LocalEngine
 from halogen_core.engine.protocol import EngineInfo, GenerateRequest, SamplingParams, Timings
 from halogen_core.engine.text import generate_text

@@ -83,7 +83,7 @@ class ModelSettings:
     model: str = setting(
         TEXT,
         "smollm2-135m",
-        "a name from `halogen pull --list`, `hf:OWNER/NAME`, a GGUF file or a directory",
+        "a known name (see `halogen pull --help`), `hf:OWNER/NAME`, a GGUF file or a directory",
         aliases=("name", "model_path"),
     )
     served_model_name: tuple[str, ...] = setting(
@@ -226,8 +226,14 @@ class ServerSettings:
 class PathSettings:
     """Where files are kept; the defaults follow the XDG base directories."""
 
-    models_dir: Path = setting(PATH, Path("models"), "downloaded models")
-    cache_dir: Path = setting(PATH, Path("cache"), "compiled kernels, packed weights, probes")
+    models_dir: Path = setting(
+        PATH, Path("models"), "downloaded models; default: `$XDG_DATA_HOME/halogen/models`"
+    )
+    cache_dir: Path = setting(
+        PATH,
+        Path("cache"),
+        "compiled kernels, packed weights, probes; default: `$XDG_CACHE_HOME/halogen`",
+    )
 
 
 SECTIONS: dict[str, type] = {

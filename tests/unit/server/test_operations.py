@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -373,3 +375,15 @@ def test_limits_of_the_configuration_hold(serve):
     with serve("y" * 100, default_max_tokens="9") as server:
         assert server.post(CHAT, HI).json()["usage"]["completion_tokens"] == 9
     assert resolve(environment={}).server.default_max_tokens is None
+
+
+def test_the_metrics_page_names_what_is_served_and_nothing_else(hello):
+    page = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    table = page.partition("## Alerts")[0]
+    documented = set(re.findall(r"`(halogen_\w+)", table))
+    engine = {"halogen_preemptions_total"}
+    engine |= {f"halogen_prefix_cache_{w}_total" for w in ("hits", "queries")}
+    served = set()
+    for name, family in families(hello.get("/metrics").text).items():
+        served.add(name + ("_total" if family.type == "counter" else ""))
+    assert documented - engine == served - engine
