@@ -137,9 +137,7 @@ class TritonBackend(TorchBackend):
             found = self._planes[key] = repack(part.format, raw, part.shape)
         return found
 
-    def _pack_dense(
-        self, parts: Sequence[QuantTensor], role: WeightRole
-    ) -> PackedWeight[Tensor]:
+    def _pack_dense(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         exact = role in (WeightRole.NORM, WeightRole.SINKS)
         payload = self._dense(parts, role, torch.float32 if exact else self.dtype)
         axis = 1 if role is WeightRole.EXPERTS else 0
@@ -235,4 +233,3 @@ def _concatenate(run: list[Tensor | Planes]) -> Tensor | Planes:
     if planes:
         return concatenate(planes)
     return torch.cat([part for part in run if isinstance(part, Tensor)], -2)
-

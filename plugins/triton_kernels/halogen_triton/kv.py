@@ -70,9 +70,7 @@ def layout_of(spec: KVSpec) -> KVLayout:
             fix="set cache.block_size or --block-size",
         )
     size = int(np.prod(kv_block_shape(spec, 1)))
-    return KVLayout(
-        spec=spec, id=f"{LAYOUT_ID}/{spec.dtype}", bytes_per_block=size, alignment=256
-    )
+    return KVLayout(spec=spec, id=f"{LAYOUT_ID}/{spec.dtype}", bytes_per_block=size, alignment=256)
 
 
 def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:

@@ -14,6 +14,7 @@ from halogen_triton.planes import Planes
 
 repair()
 
+
 @attrs.frozen(eq=False)
 class Stacked:
     """Parts of different formats whose outputs lie side by side (Q4_K files keep V in Q6_K)."""
@@ -124,7 +125,14 @@ def embedding_rows(
         blocks = min(16, triton.next_power_of_2(k // 32))
         grid = (ids.shape[0], triton.cdiv(k // 32, blocks))
         kernels.plane_rows[grid](
-            ids, *weight.tensors, y, k, float(scale), NB=blocks, **_format(weight), num_warps=1
+            ids,
+            *weight.tensors,
+            y,
+            k // 32,
+            float(scale),
+            NB=blocks,
+            **_format(weight),
+            num_warps=1,
         )
     return y
 
@@ -149,7 +157,7 @@ def _gemv(
         launch = tuning.launch("plane_gemv", n=n, k=k)
         blocks = min(launch.block_k // 32, triton.next_power_of_2(k // 32))
         kernels.plane_gemv[(triton.cdiv(n, launch.block_n),)](
-            x, *weight.tensors, extra, y, n, k,
+            x, *weight.tensors, extra, y, n, k // 32,
             BN=launch.block_n, NB=blocks, **_format(weight), **flags, **launch.options,
         )  # fmt: skip
         return
@@ -171,7 +179,8 @@ def _gemm(
     m, n = y.shape
     k = weight.shape[-1]
     lists = (y, y) if rows is None else (rows.row_ids, rows.block_expert)
-    tail = (*lists, m, n, k, x.stride(0), y.stride(0), 1 if rows is None else rows.top_k)
+    inner = k // 32 if isinstance(weight, Planes) else k
+    tail = (*lists, m, n, inner, x.stride(0), y.stride(0), 1 if rows is None else rows.top_k)
     extra = y if bias is None else bias
     flags = {
         "BM": launch.block_m,

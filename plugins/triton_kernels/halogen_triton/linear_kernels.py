@@ -13,6 +13,7 @@ import triton.language as tl
 
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
 
+
 @triton.jit
 def _code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl.constexpr):
     """Codes of element 4 i + w of blocks as float32; `high` are the extra bits' words."""
@@ -37,25 +38,25 @@ def _code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl
 
 
 @triton.jit
-def _block_scales(scales, supers, row, b, mask, K, half: tl.constexpr, FORMAT: tl.constexpr):
+def _block_scales(scales, supers, row, b, mask, KB, half: tl.constexpr, FORMAT: tl.constexpr):
     """(scale, min) of 32-blocks `b` of rows; `half` picks the 16 elements that FORMAT 4 scales."""
     if FORMAT == 1 or FORMAT == 5:
-        s = tl.load(scales + row * (K // 32) + b, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(scales + row * KB + b, mask=mask, other=0.0).to(tl.float32)
         return s, s * 0.0
     if FORMAT == 2:
-        at = scales + row * (K // 16) + 2 * b
+        at = scales + (row * KB + b) * 2
         s = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         return s, -tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
     if FORMAT == 3:
-        at = scales + row * (K // 16) + 2 * b
-        top = supers + row * (K // 128) + 2 * (b // 8)
+        at = scales + (row * KB + b) * 2
+        top = supers + (row * (KB // 8) + b // 8) * 2
         s = tl.load(at, mask=mask, other=0).to(tl.float32)
         low = tl.load(at + 1, mask=mask, other=0).to(tl.float32)
         d = tl.load(top, mask=mask, other=0.0).to(tl.float32)
         dmin = tl.load(top + 1, mask=mask, other=0.0).to(tl.float32)
         return s * d, low * dmin
-    s = tl.load(scales + row * (K // 16) + 2 * b + half, mask=mask, other=0).to(tl.float32)
-    d = tl.load(supers + row * (K // 256) + b // 8, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(scales + (row * KB + b) * 2 + half, mask=mask, other=0).to(tl.float32)
+    d = tl.load(supers + row * (KB // 8) + b // 8, mask=mask, other=0.0).to(tl.float32)
     return s * d, s * 0.0
 
 
@@ -70,7 +71,7 @@ def _plane_products(
     row,
     row_mask,
     b,
-    K,
+    KB,
     BN: tl.constexpr,
     NB: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -78,33 +79,31 @@ def _plane_products(
     OFFSET: tl.constexpr,
 ):
     """acc [BN, NB] plus the products of blocks b of rows with x."""
-    inside = b < K // 32
+    inside = b < KB
     mask2 = row_mask[:, None] & inside[None, :]
     w = tl.arange(0, 4)
-    at = row[:, None, None] * (K // 8) + b[None, :, None] * 4 + w[None, None, :]
+    at = (row[:, None, None] * KB + b[None, :, None]) * 4 + w[None, None, :]
     words = tl.load(codes + at, mask=mask2[:, :, None], other=0)
     part = tl.zeros([BN, NB, 4], tl.float32)
     xsum = tl.zeros([NB, 4], tl.float32)
     upper = words
     if HIGH == 1:
-        upper = tl.load(high + row[:, None] * (K // 32) + b[None, :], mask=mask2, other=0)[
-            :, :, None
-        ]
+        upper = tl.load(high + row[:, None] * KB + b[None, :], mask=mask2, other=0)[:, :, None]
     for i in tl.static_range(8):
         if HIGH == 2 and i % 4 == 0:
             upper = tl.load(
-                high + row[:, None] * (K // 16) + 2 * b[None, :] + i // 4, mask=mask2, other=0
+                high + (row[:, None] * KB + b[None, :]) * 2 + i // 4, mask=mask2, other=0
             )[:, :, None]
-        xi = tl.load(
-            x + b[:, None] * 32 + 4 * i + w[None, :], mask=inside[:, None], other=0.0
-        ).to(tl.float32)
+        xi = tl.load(x + b[:, None] * 32 + 4 * i + w[None, :], mask=inside[:, None], other=0.0).to(
+            tl.float32
+        )
         part += _code_floats(words, upper, i, w[None, None, :], HIGH, OFFSET) * xi[None, :, :]
         xsum += xi
         if FORMAT == 4 and i == 3:
-            s, _ = _block_scales(scales, supers, row[:, None], b[None, :], mask2, K, 0, FORMAT)
+            s, _ = _block_scales(scales, supers, row[:, None], b[None, :], mask2, KB, 0, FORMAT)
             acc += s * tl.sum(part, 2)
             part = tl.zeros([BN, NB, 4], tl.float32)
-    s, low = _block_scales(scales, supers, row[:, None], b[None, :], mask2, K, 1, FORMAT)
+    s, low = _block_scales(scales, supers, row[:, None], b[None, :], mask2, KB, 1, FORMAT)
     acc += s * tl.sum(part, 2)
     if FORMAT == 2 or FORMAT == 3:
         acc -= low * tl.sum(xsum, 1)[None, :]
@@ -120,15 +119,15 @@ def _byte_products(
     row,
     row_mask,
     b,
-    K,
+    KB,
 ):
-    inside = b < K // 32
+    inside = b < KB
     mask2 = row_mask[:, None] & inside[None, :]
     e = tl.arange(0, 32)
-    at = row[:, None, None] * K + b[None, :, None] * 32 + e[None, None, :]
+    at = (row[:, None, None] * KB + b[None, :, None]) * 32 + e[None, None, :]
     q = tl.load(codes + at, mask=mask2[:, :, None], other=0).to(tl.float32)
     xi = tl.load(x + b[:, None] * 32 + e[None, :], mask=inside[:, None], other=0.0)
-    s = tl.load(scales + row[:, None] * (K // 32) + b[None, :], mask=mask2, other=0.0)
+    s = tl.load(scales + row[:, None] * KB + b[None, :], mask=mask2, other=0.0)
     return acc + s.to(tl.float32) * tl.sum(q * xi.to(tl.float32)[None, :, :], 2)
 
 
@@ -142,7 +141,7 @@ def plane_gemv(
     bias,
     y,
     N,
-    K,
+    KB,
     BN: tl.constexpr,
     NB: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -160,20 +159,20 @@ def plane_gemv(
     acc = tl.zeros([BN, NB], tl.float32)
     up = tl.zeros([BN, NB], tl.float32)
     pdl_wait(PDL)
-    for b0 in range(0, K // 32, NB):
+    for b0 in range(0, KB, NB):
         b = b0 + tl.arange(0, NB)
         if FORMAT == 5:
-            acc = _byte_products(acc, x, codes, scales, row, inside, b, K)
+            acc = _byte_products(acc, x, codes, scales, row, inside, b, KB)
             if GATED:
-                up = _byte_products(up, x, codes, scales, row + N, inside, b, K)
+                up = _byte_products(up, x, codes, scales, row + N, inside, b, KB)
         else:
             acc = _plane_products(
-                acc, x, codes, high, scales, supers, row, inside, b, K,
+                acc, x, codes, high, scales, supers, row, inside, b, KB,
                 BN, NB, FORMAT, HIGH, OFFSET,
             )  # fmt: skip
             if GATED:
                 up = _plane_products(
-                    up, x, codes, high, scales, supers, row + N, inside, b, K,
+                    up, x, codes, high, scales, supers, row + N, inside, b, KB,
                     BN, NB, FORMAT, HIGH, OFFSET,
                 )  # fmt: skip
     total = tl.sum(acc, 1)
@@ -298,7 +297,7 @@ def plane_gemm(
     block_expert,
     M,
     N,
-    K,
+    KB,
     x_stride,
     y_stride,
     top_k,
@@ -325,32 +324,34 @@ def plane_gemm(
     xrow = x + source.to(tl.int64)[:, None] * x_stride
     dtype = x.dtype.element_ty
     acc = tl.zeros([BM, BN], tl.float32)
-    for b0 in range(0, K // 32, NB):
+    for b0 in range(0, KB, NB):
         b = b0 + j // 4
-        inside = b < K // 32
+        inside = b < KB
         mask = inside[:, None] & (n < N)[None, :]
         x_mask = inside[None, :] & (m < M)[:, None]
         xb = xrow + (b * 32 + j % 4)[None, :]
-        s, low = _block_scales(scales, supers, row, b[:, None], mask, K, 0, FORMAT)
+        s, low = _block_scales(scales, supers, row, b[:, None], mask, KB, 0, FORMAT)
         if FORMAT == 5:
             for i in tl.static_range(8):
-                q = tl.load(codes + row * K + (b * 32 + j % 4)[:, None] + 4 * i, mask=mask, other=0)
+                q = tl.load(
+                    codes + (row * KB + b[:, None]) * 32 + (j % 4)[:, None] + 4 * i,
+                    mask=mask,
+                    other=0,
+                )
                 xt = tl.load(xb + 4 * i, mask=x_mask, other=0.0)
                 acc = tl.dot(xt, (q.to(tl.float32) * s).to(dtype), acc, input_precision="ieee")
         else:
             words = tl.load(
-                codes + row * (K // 8) + (b * 4 + j % 4)[:, None], mask=mask, other=0
+                codes + (row * KB + b[:, None]) * 4 + (j % 4)[:, None], mask=mask, other=0
             )
             upper = words
             if HIGH == 1:
-                upper = tl.load(high + row * (K // 32) + b[:, None], mask=mask, other=0)
+                upper = tl.load(high + row * KB + b[:, None], mask=mask, other=0)
             for i in tl.static_range(8):
                 if HIGH == 2 and i % 4 == 0:
-                    upper = tl.load(
-                        high + row * (K // 16) + 2 * b[:, None] + i // 4, mask=mask, other=0
-                    )
+                    upper = tl.load(high + (row * KB + b[:, None]) * 2 + i // 4, mask=mask, other=0)
                 if FORMAT == 4 and i == 4:
-                    s, low = _block_scales(scales, supers, row, b[:, None], mask, K, 1, FORMAT)
+                    s, low = _block_scales(scales, supers, row, b[:, None], mask, KB, 1, FORMAT)
                 q = _code_floats(words, upper, i, (j % 4)[:, None], HIGH, OFFSET)
                 value = q * s
                 if FORMAT == 2 or FORMAT == 3:
@@ -371,7 +372,7 @@ def plane_rows(
     scales,
     supers,
     y,
-    K,
+    KB,
     factor,
     NB: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -383,25 +384,25 @@ def plane_rows(
     row = tl.load(ids + t).to(tl.int64)
     j = tl.arange(0, NB * 4)
     b = tl.program_id(1) * NB + j // 4
-    mask = b < K // 32
-    s, low = _block_scales(scales, supers, row, b, mask, K, 0, FORMAT)
+    mask = b < KB
+    s, low = _block_scales(scales, supers, row, b, mask, KB, 0, FORMAT)
     words = j
     if FORMAT != 5:
-        words = tl.load(codes + row * (K // 8) + b * 4 + j % 4, mask=mask, other=0)
+        words = tl.load(codes + (row * KB + b) * 4 + j % 4, mask=mask, other=0)
     upper = words
     if HIGH == 1:
-        upper = tl.load(high + row * (K // 32) + b, mask=mask, other=0)
+        upper = tl.load(high + row * KB + b, mask=mask, other=0)
     for i in tl.static_range(8):
         if HIGH == 2 and i % 4 == 0:
-            upper = tl.load(high + row * (K // 16) + 2 * b + i // 4, mask=mask, other=0)
+            upper = tl.load(high + (row * KB + b) * 2 + i // 4, mask=mask, other=0)
         if FORMAT == 4 and i == 4:
-            s, low = _block_scales(scales, supers, row, b, mask, K, 1, FORMAT)
+            s, low = _block_scales(scales, supers, row, b, mask, KB, 1, FORMAT)
         k = b * 32 + 4 * i + j % 4
         if FORMAT == 5:
-            q = tl.load(codes + row * K + k, mask=mask, other=0).to(tl.float32)
+            q = tl.load(codes + row * KB * 32 + k, mask=mask, other=0).to(tl.float32)
         else:
             q = _code_floats(words, upper, i, j % 4, HIGH, OFFSET)
         value = q * s
         if FORMAT == 2 or FORMAT == 3:
             value -= low
-        tl.store(y + t * K + k, (value * factor).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + t * KB * 32 + k, (value * factor).to(y.dtype.element_ty), mask=mask)

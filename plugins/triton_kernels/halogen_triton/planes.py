@@ -86,7 +86,9 @@ def repack(name: str, raw: Tensor, shape: tuple[int, ...]) -> Planes:
     if name == "Q8_0":
         codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
         scales = _f16(blocks[..., :2])
-        return Planes(format=fmt, shape=shape, codes=codes, high=codes, scales=scales, supers=scales)
+        return Planes(
+            format=fmt, shape=shape, codes=codes, high=codes, scales=scales, supers=scales
+        )
     codes = _CODES[name](blocks).reshape(*lead, shape[-1] // 32, 32)
     scales, supers = _SCALES[fmt.index](blocks)
     words = _words(codes)

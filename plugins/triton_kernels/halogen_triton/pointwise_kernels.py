@@ -92,7 +92,7 @@ def _store_kv(
         tl.store(cache + at, v.to(cache.dtype.element_ty), mask=mask)
     elif STORE == 1:
         groups = tl.reshape(tl.where(mask, v, 0.0), [v.shape[0], D_PAD // 32, 32])
-        scale = (tl.max(tl.abs(groups), 2) / 127.0)
+        scale = tl.max(tl.abs(groups), 2) / 127.0
         inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
         q = groups * inverse[:, :, None]
         # round half away from zero, as ggml does

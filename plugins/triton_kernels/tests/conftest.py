@@ -1,8 +1,13 @@
-"""Kernels run in Triton's interpreter here; the variable must stand before they are imported."""
+"""Kernels run in Triton's interpreter here, unless HALOGEN_TEST_DEVICE names a GPU (`cuda`).
+
+The variable that asks for the interpreter must stand before the kernels are imported.
+"""
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

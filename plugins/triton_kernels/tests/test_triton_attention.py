@@ -1,6 +1,7 @@
 """Paged attention in the interpreter against a dense float64 oracle."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from halogen_triton.attention import (
 )
 from halogen_triton.launch import Launch
 
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "bf16": 1.6e-2}
 
@@ -53,7 +55,8 @@ class Problem:
         self.k, ks, self.k64 = quantise(k, store)
         self.v, vs, self.v64 = quantise(v, store)
         scales = None if ks is None else torch.stack([ks, vs], 1)
-        data = torch.stack([self.k, self.v], 1)
+        data = torch.stack([self.k, self.v], 1).to(DEVICE)
+        scales = None if scales is None else scales.to(DEVICE)
         self.kv = LayerKV(data=data, scales=scales, store=STORES[store])
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
         self.q = make(int(starts[-1]), shape.num_heads * shape.head_dim)
@@ -62,9 +65,9 @@ class Problem:
 
     def sequences(self, *, flash=True, max_decode=1):
         return Sequences(
-            starts=self.starts,
-            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
-            tables=self.tables,
+            starts=self.starts.to(DEVICE),
+            seq_lens=torch.tensor(self.lengths, dtype=torch.int32).to(DEVICE),
+            tables=self.tables.to(DEVICE),
             num_tokens=int(self.starts[-1]),
             max_query_len=max(self.queries),
             has_decodes=any(0 < n <= max_decode for n in self.queries),
@@ -79,7 +82,7 @@ class Problem:
             used = self.tables[s, : math.ceil(n / self.block)].long()
             k = self.k64[used].transpose(1, 2).flatten(0, 1)[:n].repeat_interleave(group, 1)
             v = self.v64[used].transpose(1, 2).flatten(0, 1)[:n].repeat_interleave(group, 1)
-            q = self.q[self.starts[s] : self.starts[s + 1]].double()
+            q = self.q[self.starts[s] : self.starts[s + 1]].cpu().double()
             scores = torch.einsum("mhd,nhd->hmn", q.unflatten(1, (shape.num_heads, -1)), k)
             scores = scores * shape.scale
             if shape.softcap:
@@ -110,7 +113,9 @@ def plan(*, bm=32, bn=16, programs=3, max_decode=1):
 def check(problem, dtype, *, launch=None, flash=True, sinks=None, max_decode=1):
     launch = launch or plan(max_decode=max_decode)
     sequences = problem.sequences(flash=flash, max_decode=max_decode)
-    out = attention(problem.q, problem.kv, sequences, problem.shape, launch, sinks=sinks)
+    own = None if sinks is None else sinks.to(DEVICE)
+    q = problem.q.to(DEVICE)
+    out = attention(q, problem.kv, sequences, problem.shape, launch, sinks=own).cpu()
     want = problem.oracle(sinks)
     error = (out.double() - want).abs().max() / want.abs().max()
     assert torch.isfinite(out).all()
@@ -192,12 +197,14 @@ def test_block_sizes_around_the_tile(block):
 
 def test_strided_queries_are_read_in_place():
     problem = Problem([20, 9], [1, 9], heads())
-    wide = torch.cat([problem.q, torch.full_like(problem.q, math.nan)], 1)
+    wide = torch.cat([problem.q, torch.full_like(problem.q, math.nan)], 1).to(DEVICE)
     problem.q = wide[:, : problem.q.shape[1]]
     check(problem, "f32")
 
 
 def test_empty_step():
     problem = Problem([4], [1], heads())
-    out = attention(problem.q[:0], problem.kv, problem.sequences(), problem.shape, plan())
+    out = attention(
+        problem.q[:0].to(DEVICE), problem.kv, problem.sequences(), problem.shape, plan()
+    )
     assert out.shape == (0, 64)

@@ -1,5 +1,6 @@
 """Whole tiny models on the Triton backend (interpreter) against the plain torch backend."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from halogen_core.spi import BackendOptions, KVSpec, TorchBackend, WeightRole
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import quant_tensor, tiny
 
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 SMALL = Tuning(
     arch="test",
     source="test",
@@ -36,7 +38,7 @@ GREEDY = RowSampler.start(SamplingParams(), [], seed=0)
 
 def triton_backend(**extra):
     options = BackendOptions(extra={"dtype": "f32", **extra})
-    return TritonBackend(options, tuning=SMALL, device="cpu")
+    return TritonBackend(options, tuning=SMALL, device=DEVICE)
 
 
 def open_runner(backend, checkpoint, dtype="f32"):
@@ -122,7 +124,9 @@ def test_kv_blocks_travel_in_canonical_form(kv_dtype):
 
 def test_tied_tables_are_held_once():
     backend = triton_backend()
-    table = quant_tensor("token_embd.weight", np.random.default_rng(0).normal(size=(32, 64)), "Q8_0")
+    table = quant_tensor(
+        "token_embd.weight", np.random.default_rng(0).normal(size=(32, 64)), "Q8_0"
+    )
     first = backend.pack([table], WeightRole.EMBEDDING)
     second = backend.pack([table], WeightRole.LINEAR)
     assert first.payload is second.payload

@@ -1,5 +1,7 @@
 """Linear kernels in the interpreter against float64."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from halogen_triton.pointwise_kernels import SILU
 
 from halogen_core.spi import FORMATS
 
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 TINY = Tuning(
     arch="test",
     source="test",
@@ -24,13 +27,13 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
 def near(got, want):
-    error = (got.double() - want).abs().max() / want.abs().max()
+    error = (got.cpu().double() - want.cpu()).abs().max() / want.abs().max().cpu()
     assert error <= TOLERANCE[got.dtype], float(error)
 
 
 def normal(*shape, dtype=torch.float32, seed=1):
     gen = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=gen).to(dtype)
+    return torch.randn(*shape, generator=gen).to(DEVICE, dtype)
 
 
 def planes(name, *lead, k, seed=0):
@@ -42,7 +45,7 @@ def planes(name, *lead, k, seed=0):
     ):
         value = rng.uniform(0.5, 1.5, (*lead, k // fmt.block)).astype(np.float16) / 64
         raw[..., at : at + 2] = value[..., None].view(np.uint8)
-    packed = repack(name, torch.from_numpy(raw), (*lead, k))
+    packed = repack(name, torch.from_numpy(raw).to(DEVICE), (*lead, k))
     return packed, dequantise(packed).double()
 
 
@@ -90,7 +93,7 @@ def test_gated_gemv_is_the_composition(name):
 @pytest.mark.parametrize("name", PLANE_FORMATS)
 def test_embedding_rows(name):
     w, w64 = planes(name, 9, k=768)
-    ids = torch.tensor([3, 0, 8, 3], dtype=torch.int32)
+    ids = torch.tensor([3, 0, 8, 3], dtype=torch.int32, device=DEVICE)
     near(embedding_rows(ids, w, torch.float32, scale=2.0), 2 * w64[ids.long()])
 
 
@@ -110,8 +113,8 @@ def test_experts_take_their_own_rows(name):
     for b, (_, pairs) in enumerate(blocks):
         ids[b, : len(pairs)] = torch.tensor(pairs, dtype=torch.int32)
     rows = ExpertRows(
-        row_ids=ids.flatten(),
-        block_expert=torch.tensor([e for e, _ in blocks], dtype=torch.int32),
+        row_ids=ids.flatten().to(DEVICE),
+        block_expert=torch.tensor([e for e, _ in blocks], dtype=torch.int32, device=DEVICE),
         block_m=16,
         pairs=8,
         top_k=top_k,

@@ -1,6 +1,7 @@
 """Fused small kernels in the interpreter against float64."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from halogen_triton.pointwise import (
     rotation,
 )
 
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def normal(*shape, dtype=torch.float32, seed=1):
     gen = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=gen).to(dtype)
+    return torch.randn(*shape, generator=gen).to(DEVICE, dtype)
 
 
 def near(got, want, tolerance=None):
@@ -56,7 +58,7 @@ def test_gated_act(dtype, kind):
 
 def rotate(x, positions, inv, style, factor):
     """x [T, heads, D] in float64."""
-    angle = positions.double()[:, None] * torch.tensor(inv, dtype=torch.float64)
+    angle = positions.double()[:, None] * torch.tensor(inv, dtype=torch.float64, device=DEVICE)
     cos, sin = (factor * f(angle)[:, None] for f in (torch.cos, torch.sin))
     out, half = x.clone(), len(inv)
     at = (slice(0, half), slice(half, 2 * half)) if style == "neox" else (
@@ -69,7 +71,9 @@ def rotate(x, positions, inv, style, factor):
 def stored(kv, store):
     """[N, 2, Hkv, B, D] float64."""
     if store == "q8_0":
-        return (kv.data.unflatten(-1, (-1, 32)).double() * kv.scales.double()[..., None]).flatten(-2)
+        return (kv.data.unflatten(-1, (-1, 32)).double() * kv.scales.double()[..., None]).flatten(
+            -2
+        )
     if store == "f8_e5m2":
         return kv.data.view(torch.float8_e5m2).double()
     return kv.data.double()
@@ -78,12 +82,14 @@ def stored(kv, store):
 def pool(store, *, d, dtype=torch.float32):
     dims = (5, 2, 2, 4, d)
     if store == "q8_0":
-        scales = torch.zeros(*dims[:-1], d // 32, dtype=torch.float16)
+        scales = torch.zeros(*dims[:-1], d // 32, dtype=torch.float16, device=DEVICE)
         return LayerKV(
-            data=torch.zeros(*dims, dtype=torch.int8), scales=scales, store=STORES[store]
+            data=torch.zeros(*dims, dtype=torch.int8, device=DEVICE),
+            scales=scales,
+            store=STORES[store],
         )
     kind = torch.uint8 if store == "f8_e5m2" else dtype
-    return LayerKV(data=torch.zeros(*dims, dtype=kind), store=STORES[store])
+    return LayerKV(data=torch.zeros(*dims, dtype=kind, device=DEVICE), store=STORES[store])
 
 
 @pytest.mark.parametrize("style", ["neox", "interleaved", None])
@@ -93,8 +99,8 @@ def test_qkv_rope_store(style, norms, store):
     t, hq, hkv, d, dim = 4, 6, 2, 64, 48
     shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=1.0)
     qkv = normal(t, (hq + 2 * hkv) * d)
-    positions = torch.tensor([0, 7, 100_003, 9], dtype=torch.int32)
-    slots = torch.tensor([3, 17, 8, -1], dtype=torch.int64)
+    positions = torch.tensor([0, 7, 100_003, 9], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([3, 17, 8, -1], dtype=torch.int64, device=DEVICE)
     inv = tuple(10000.0 ** (-2 * i / dim) for i in range(dim // 2))
     rope = rotation(inv, dim, neox=style == "neox", factor=1.2, device=qkv.device)
     weights = (normal(d, seed=4), normal(d, seed=5)) if norms else (None, None)
@@ -122,9 +128,11 @@ def test_qkv_rope_store(style, norms, store):
 
 def test_e5m2_rounds_as_torch_does():
     shape = HeadShape(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0)
-    values = normal(1, 3 * 64) * torch.logspace(-7, 4, 192)
-    kv = LayerKV(data=torch.zeros(1, 2, 1, 4, 64, dtype=torch.uint8), store=STORES["f8_e5m2"])
-    at = torch.zeros(1, dtype=torch.int32)
+    values = normal(1, 3 * 64) * torch.logspace(-7, 4, 192, device=DEVICE)
+    kv = LayerKV(
+        data=torch.zeros(1, 2, 1, 4, 64, dtype=torch.uint8, device=DEVICE), store=STORES["f8_e5m2"]
+    )
+    at = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     qkv_rope_store(values, kv, at, at.long(), shape, None)
     want = values.half().float().to(torch.float8_e5m2).view(torch.uint8)
     assert torch.equal(kv.data[0, :, 0, 0].flatten(), want[0, 64:])
@@ -132,10 +140,10 @@ def test_e5m2_rounds_as_torch_does():
 
 def test_turns_of_a_period_cancel():
     shape = HeadShape(num_heads=1, num_kv_heads=1, head_dim=32, scale=1.0)
-    rope = rotation((2 * math.pi,) * 16, 32, neox=True, factor=1.0, device=torch.device("cpu"))
+    rope = rotation((2 * math.pi,) * 16, 32, neox=True, factor=1.0, device=torch.device(DEVICE))
     x = normal(1, 96)
     kv = pool("f32", d=32)
     kv = LayerKV(data=kv.data[:, :, :1].contiguous(), store=0)
-    at = torch.full((1,), 1000, dtype=torch.int32)
-    q = qkv_rope_store(x, kv, at, torch.zeros(1, dtype=torch.int64), shape, rope)
+    at = torch.full((1,), 1000, dtype=torch.int32, device=DEVICE)
+    q = qkv_rope_store(x, kv, at, torch.zeros(1, dtype=torch.int64, device=DEVICE), shape, rope)
     near(q, x[:, :32].double(), 1e-6)

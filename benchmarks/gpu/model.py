@@ -1,0 +1,208 @@
+"""End to end: the Qwen2.5-7B shape with seeded weights through our own decoder, runner and backend.
+
+    python benchmarks/gpu/model.py OUT.json [--format BF16|Q4_K] [--batches 1,8,32] [--tokens 264]
+
+Decode rate = (batch x 256 tokens) / (median time of 264 - median time of 8 tokens), each batch size
+warmed first. Weights are random (made on the device); nothing else differs from serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+from halogen_cuda.backend import CudaBackend
+from halogen_triton.backend import _join
+from halogen_triton.planes import repack
+from timing import median, save
+
+from halogen_core.engine.batch import BatchItem, build_step
+from halogen_core.engine.protocol import SamplingParams
+from halogen_core.engine.runner import Runner
+from halogen_core.engine.sampler import RowSampler
+from halogen_core.models import Decoder
+from halogen_core.spi import (
+    FORMATS,
+    AttentionSpec,
+    BackendOptions,
+    DecoderConfig,
+    KVSpec,
+    LayerConfig,
+    PackedWeight,
+    QuantTensor,
+    RopeSpec,
+    WeightRole,
+)
+
+HIDDEN, INNER, LAYERS, HQ, HKV, D, VOCAB = 3584, 18944, 28, 28, 4, 128, 152064
+BLOCK = 64
+
+
+def config() -> DecoderConfig:
+    rope = RopeSpec(dim=D, inv_freq=tuple(1e6 ** (-2 * i / D) for i in range(D // 2)))
+    attention = AttentionSpec(num_heads=HQ, num_kv_heads=HKV, head_dim=D, scale=D**-0.5, rope=rope)
+    return DecoderConfig(
+        architecture="qwen2",
+        layers=(LayerConfig(attention=attention),) * LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        vocab_size=VOCAB,
+        context_length=32768,
+        norm_eps=1e-6,
+        qkv_bias=True,
+    )
+
+
+class Shapes:
+    """A checkpoint of shapes; the backend below makes the values."""
+
+    path, architecture, content_id = "seeded", "qwen2", "seeded"
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def names(self) -> list[str]:
+        return []
+
+    def tensor(self, name: str) -> QuantTensor:
+        sizes = {
+            "token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN), "output_norm": (HIDDEN,),
+            "attn_q": (HQ * D, HIDDEN), "attn_k": (HKV * D, HIDDEN), "attn_v": (HKV * D, HIDDEN),
+            "attn_output": (HIDDEN, HQ * D), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+            "ffn_down": (HIDDEN, INNER), "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,),
+        }  # fmt: skip
+        *_, stem, kind = name.split(".")
+        shape = sizes[stem][:1] if kind == "bias" else sizes[stem]
+        form = self.form if len(shape) == 2 else "F32"
+        return QuantTensor(format=form, shape=shape, data=np.zeros(0, np.uint8), name=name)
+
+
+class SeededBackend(CudaBackend):
+    """`CudaBackend` whose weights are random numbers made on the device."""
+
+    def pack(self, parts, role):
+        made = [self._random(part, role) for part in parts]
+        if len(made) > 1 and isinstance(made[0], torch.Tensor):
+            made = [torch.cat(made, 0)]
+        payload = _join(made)
+        return PackedWeight(
+            payload=payload,
+            shape=tuple(payload.shape),
+            nbytes=payload.nbytes,
+            format_id="seeded",
+            role=role,
+        )
+
+    def _random(self, part, role):
+        if role is WeightRole.NORM:
+            return torch.ones(part.shape, device=self.device)
+        if part.format in ("F32", "BF16"):
+            return torch.randn(part.shape, device=self.device, dtype=self.dtype) * 0.02
+        fmt = FORMATS[part.format]
+        n, k = part.shape
+        raw = torch.randint(
+            0, 256, (n * k // fmt.block, fmt.bytes), device=self.device, dtype=torch.uint8
+        )
+        for at, value in ((0, 5e-5), (2, 3.7e-4)):
+            half = torch.full((1,), value, dtype=torch.float16, device=self.device)
+            raw[:, at : at + 2] = half.view(torch.uint8)
+        return repack(part.format, raw, part.shape)
+
+
+class Session:
+    """A loaded decoder that generates greedily for fixed batches."""
+
+    def __init__(self, form: str, blocks: int, **extra: str) -> None:
+        self.backend = SeededBackend(BackendOptions(extra=extra))
+        torch.manual_seed(0)
+        decoder = Decoder.load(config(), Shapes(form), self.backend)
+        spec = KVSpec(
+            num_layers=LAYERS, num_kv_heads=HKV, head_dim=D, dtype="bf16", block_size=BLOCK
+        )
+        kv = self.backend.kv_alloc(self.backend.kv_layout(spec), blocks)
+        self.runner = Runner(self.backend, decoder, kv)
+        self.nbytes = decoder.nbytes
+
+    def generate(self, batch: int, prompt: int, new: int) -> tuple[float, list[list[int]], float]:
+        """(seconds, tokens, seconds of the first step)."""
+        rng = np.random.default_rng(1)
+        tokens = [rng.integers(0, VOCAB, prompt).tolist() for _ in range(batch)]
+        per = -(-(prompt + new) // BLOCK)
+        tables = [list(range(b * per, (b + 1) * per)) for b in range(batch)]
+        sampler = RowSampler.start(SamplingParams(), [], seed=0)
+        began = time.perf_counter()
+        first = 0.0
+        for step in range(new):
+            done = prompt + step
+            items = [
+                BatchItem(
+                    token_ids=tokens[b],
+                    start=0 if step == 0 else done - 1,
+                    count=prompt if step == 0 else 1,
+                    block_table=tables[b],
+                    sampler=sampler,
+                    samples=True,
+                )
+                for b in range(batch)
+            ]
+            made = build_step(items, BLOCK)
+            ids = self.runner.step(made.batch, made.shape).token_ids
+            for b in range(batch):
+                tokens[b].append(int(ids[b]))
+            first = first or time.perf_counter() - began
+        return time.perf_counter() - began, [t[prompt:] for t in tokens], first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--format", default="BF16")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new", type=int, default=264)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    session = Session(options.format, 32 * 16)
+    print("weights GB", session.nbytes / 1e9, flush=True)
+    rows = []
+    for batch in map(int, options.batches.split(",")):
+        session.generate(batch, 512, 8)
+        long, short, firsts = [], [], []
+        for _ in range(options.repeats):
+            seconds, tokens, first = session.generate(batch, 512, options.new)
+            long.append(seconds)
+            seconds, again, first = session.generate(batch, 512, 8)
+            short.append(seconds)
+            firsts.append(first)
+        rate = batch * (options.new - 8) / (median(long) - median(short))
+        rows.append(
+            {"batch": batch, "tok_s": rate, "long_s": long, "short_s": short, "prefill_s": firsts}
+        )
+        print(f"batch {batch}: {rate:.1f} tok/s, prefill {median(firsts) * 1e3:.1f} ms, "
+              f"512+8 {median(short) * 1e3:.1f} ms, captured {session.runner.captured_steps}, "
+              f"same {tokens[0][:8] == again[0][:8]}", flush=True)  # fmt: skip
+    if options.profile:
+        profile(session)
+    save(options.out, {"format": options.format, "rows": rows})
+
+
+def profile(session: Session) -> None:
+    """Where the time of decode steps goes, by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    for batch in (1, 32):
+        with record(activities=[ProfilerActivity.CUDA]) as seen:
+            session.generate(batch, 512, 10)
+        print(f"batch {batch}")
+        print(
+            seen.key_averages().table(
+                sort_by="cuda_time_total", row_limit=16, max_name_column_width=50
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Registration of `cuda`; imports nothing heavy."""
+
+from __future__ import annotations
+
+from halogen_core.spi import BackendSpec, ProbeContext, ProbeResult, hookimpl
+
+NAME = "cuda"
+
+
+@hookimpl
+def halogen_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name=NAME, aliases=("nvidia",), priority=60, factory="halogen_cuda.backend:create"
+        )
+    ]
+
+
+@hookimpl
+def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:
+    if name != NAME:
+        return None
+    from halogen_cuda.probe import probe
+
+    return probe(context)

@@ -1,0 +1,173 @@
+"""The launches we ship, as calls of the host wrappers on meta tensors (nothing is allocated).
+
+Shapes are those of real models: Qwen2.5-7B (28/4 heads of 128), SmolLM2 (9/3 of 64), Gemma 3 (4/1 of
+256), Qwen3-30B-A3B's experts. A case's name is op, format and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from halogen_triton.attention import (
+    STORES,
+    AttentionPlan,
+    HeadShape,
+    LayerKV,
+    Sequences,
+    attention,
+)
+from halogen_triton.launch import Tuning, tuning
+from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, linear
+from halogen_triton.planes import PLANE_FORMATS, Planes
+from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
+from halogen_triton.sampling import FIELDS, DrawTensors, draw
+
+Case = tuple[str, Callable[[], object]]
+_HEADS = {"28-4x128": (28, 4, 128), "9-3x64": (9, 3, 64), "4-1x256": (4, 1, 256)}
+_STORAGE = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "q8_0": torch.int8,
+    "f8_e5m2": torch.uint8,
+}
+
+
+def shipped(arch: str) -> Iterator[Case]:
+    """Every case for an arch."""
+    table = tuning(arch)
+    yield from _attention(table)
+    yield from _linear(table)
+    yield from _small(table)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _ints(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.int32)
+
+
+def _layer_kv(store: str, hkv: int, d: int) -> LayerKV:
+    scales = _meta(1024, 2, hkv, 64, d // 32, dtype=torch.float16) if store == "q8_0" else None
+    data = _meta(1024, 2, hkv, 64, d, dtype=_STORAGE[store])
+    return LayerKV(data=data, scales=scales, store=STORES[store])
+
+
+def _attention(table: Tuning) -> Iterator[Case]:
+    for heads, (hq, hkv, d) in _HEADS.items():
+        rule = table.rule("decode", d=d)
+        plan = AttentionPlan(
+            prefill=table.launch("prefill", d=d), decode=rule.launch, programs=rule.programs
+        )
+        options = [("bf16", {}), ("q8_0", {}), ("f8_e5m2", {})]
+        if d == 256:
+            options = [("bf16", {"window": 512}), ("bf16", {})]
+        for store, extra in options:
+            shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5, **extra)
+            kv = _layer_kv(store, hkv, d)
+            label = f"{store} {heads}" + ("".join(f" {key}" for key in extra))
+            for kind, flash in (("decode", True), ("direct", False), ("prefill", True)):
+                tokens = 512 if kind == "prefill" else 8
+                sequences = Sequences(
+                    starts=_ints(9),
+                    seq_lens=_ints(8),
+                    tables=_ints(8, 256),
+                    num_tokens=tokens,
+                    max_query_len=tokens // 8,
+                    has_decodes=kind != "prefill",
+                    has_prefills=kind == "prefill",
+                    flash=flash,
+                )
+                q = _meta(tokens, hq * d)
+                yield (
+                    f"attention {kind} {label}",
+                    lambda q=q, kv=kv, s=sequences, shape=shape, plan=plan: attention(
+                        q, kv, s, shape, plan
+                    ),
+                )
+
+
+def meta_planes(name: str, *shape: int) -> Planes:
+    """Planes of a format without storage."""
+    fmt, (*lead, k) = PLANE_FORMATS[name], shape
+    half = torch.float16
+    if fmt.index == 5:
+        codes = _meta(*lead, k, dtype=torch.int8)
+    else:
+        codes = _ints(*lead, k // 8)
+    kinds = {
+        1: _meta(*lead, k // 32, dtype=half),
+        2: _meta(*lead, k // 16, dtype=half),
+        3: _meta(*lead, k // 16, dtype=torch.uint8),
+        4: _meta(*lead, k // 16, dtype=torch.int8),
+        5: _meta(*lead, k // 32, dtype=half),
+    }
+    scales = kinds[fmt.index]
+    supers = {3: _meta(*lead, k // 128, dtype=half), 4: _meta(*lead, k // 256, dtype=half)}
+    return Planes(
+        format=fmt,
+        shape=shape,
+        codes=codes,
+        high=_ints(*lead, k // 32 * fmt.high_bits) if fmt.high_bits else codes,
+        scales=scales,
+        supers=supers.get(fmt.index, scales),
+    )
+
+
+def _linear(table: Tuning) -> Iterator[Case]:
+    n, k = 18944, 3584
+    weights = {"bf16": _meta(n, k), **{name: meta_planes(name, n, k) for name in PLANE_FORMATS}}
+    for name, weight in weights.items():
+        for rows in (1, 8, 32, 64, 512):
+            if name == "bf16" and rows > table.own_gemm_rows:
+                continue
+            x = _meta(rows, k)
+            yield f"linear {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)
+        if name in ("bf16", "Q4_K", "Q6_K"):
+            x = _meta(1, k)
+            yield f"gated {name}", lambda x=x, w=weight: linear(x, w, table, activation=1)
+        if isinstance(weight, Planes):
+            yield (
+                f"embed {name}",
+                lambda w=weight: embedding_rows(_ints(8), w, torch.bfloat16),
+            )
+    rows = ExpertRows(
+        row_ids=_ints(64 * 192), block_expert=_ints(192), block_m=64, pairs=4096, top_k=8
+    )
+    for name, expert in (
+        ("bf16", _meta(128, 1536, 2048)),
+        ("Q4_K", meta_planes("Q4_K", 128, 1536, 2048)),
+    ):
+        x = _meta(512, 2048)
+        yield f"experts {name}", lambda x=x, w=expert: expert_linear(x, w, rows, table)
+
+
+def _small(table: Tuning) -> Iterator[Case]:
+    pdl = table.pdl
+    x, w = _meta(8, 3584), _meta(3584, dtype=torch.float32)
+    yield "rms_norm 3584", lambda: rms_norm(x, w, 1e-6, residual=x, pdl=pdl)
+    yield "gated_act 18944", lambda: gated_act(_meta(8, 2 * 18944), 1, pdl=pdl)
+    for store in ("bf16", "q8_0", "f8_e5m2"):
+        for norm in (None, _meta(128, dtype=torch.float32)):
+            yield (
+                f"qkv_rope_store {store}{' norms' if norm is not None else ''}",
+                lambda store=store, norm=norm: qkv_rope_store(
+                    _meta(8, 36 * 128),
+                    _layer_kv(store, 4, 128),
+                    _ints(8),
+                    _meta(8, dtype=torch.int64),
+                    HeadShape(num_heads=28, num_kv_heads=4, head_dim=128, scale=1.0),
+                    Rotation(turns=_meta(64, dtype=torch.float64), dim=128),
+                    q_norm=norm,
+                    k_norm=norm,
+                    pdl=pdl,
+                ),
+            )
+    fields = {name: _meta(8, dtype=torch.float32) for name in FIELDS} | {"top_k": _ints(8)}
+    logits = _meta(8, 152064, dtype=torch.float32)
+    yield "sample", lambda: draw(logits, DrawTensors(fields))
+    yield "sample greedy", lambda: draw(logits, None)

@@ -1,0 +1,71 @@
+"""What a captured step does, without a GPU: static inputs and padding on the interpreter.
+
+The graph itself is a device matter (`benchmarks/gpu`); everything that feeds it is not.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from halogen_triton import capture
+
+from halogen_core.engine.batch import build_step
+from halogen_core.engine.protocol import SamplingParams
+from halogen_core.engine.sampler import RowSampler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_triton_backend import MODELS, item, open_runner, triton_backend
+
+
+def decoding(runner, *, rows, params=None):
+    """Prefill `rows` sequences, then the batch that decodes one token of each."""
+    rng = np.random.default_rng(5)
+    sampler = RowSampler.start(params or SamplingParams(), [], seed=3)
+    steps = []
+    tokens = [rng.integers(0, 128, 20).tolist() for _ in range(rows)]
+    for start, count in ((0, 19), (19, 1)):
+        items = [item(tokens[r], start, count, [2 * r, 2 * r + 1]) for r in range(rows)]
+        for one in items:
+            object.__setattr__(one, "sampler", sampler)
+        steps.append(build_step(items, 16).batch)
+    runner.logits(steps[0])
+    return steps[1]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9)])
+def test_padded_static_inputs_give_the_eager_tokens(params):
+    runner = open_runner(triton_backend(), MODELS["qwen2 f32"])
+    batch = decoding(runner, rows=3, params=params)
+    key = capture.capture_key(batch, 256)
+    assert (key.rows, key.samples, key.flash) == (4, params.temperature > 0, False)
+    backend = runner.backend
+    inputs = capture.StaticInputs(key, *backend._trash, backend.device)
+    inputs.fill(batch)
+    meta = capture.static_meta(backend.upload_step, inputs)
+    before = runner.kv.payload.data[:, :-1].clone()
+    padded = runner._forward(meta).token_ids
+    eager = runner._forward(backend.upload_step(batch)).token_ids
+    assert padded[:3].tolist() == eager.tolist()
+    after = runner.kv.payload.data[:, :-1]
+    changed = (before != after).flatten(2).any(-1).any(0)
+    assert set(changed.nonzero().flatten().tolist()) <= {1, 3, 5}, "padding wrote outside trash"
+    # a second batch through the same buffers leaves nothing of the first behind
+    inputs.fill(decoding(runner, rows=4, params=params))
+    inputs.fill(batch)
+    assert runner._forward(meta).token_ids[:3].tolist() == eager.tolist()
+
+
+def test_only_plain_decode_steps_are_captured():
+    runner = open_runner(triton_backend(), MODELS["qwen2 f32"])
+    batch = decoding(runner, rows=2)
+    assert capture.capture_key(batch, 256) == capture.CaptureKey(
+        rows=2, table_width=32, samples=False, flash=False
+    )
+    assert capture.capture_key(batch, 4).flash
+    penalised = decoding(runner, rows=2, params=SamplingParams(repetition_penalty=1.2))
+    object.__setattr__(penalised.sampling, "history_ids", np.array([1], np.int32))
+    assert capture.capture_key(penalised, 256) is None
+    prompt = build_step([item(list(range(9)), 0, 9, [0])], 16).batch
+    assert capture.capture_key(prompt, 256) is None
+    assert runner.backend.capture_key(batch) is None, "no graphs on a CPU"
