@@ -63,8 +63,9 @@ def attention_spec(hparams: HParams, *, rope: RopeSpec | None) -> AttentionSpec:
     value_dim = hparams.integer("attention.value_length", head_dim)
     if heads < 1 or kv_heads < 1 or heads % kv_heads or value_dim != head_dim:
         raise ModelError(
-            f"{heads} query heads, {kv_heads} kv heads, key length {head_dim}, value length "
-            f"{value_dim}: query heads must divide over kv heads and the lengths must be equal",
+            f"`attention.head_count` is {heads}, `attention.head_count_kv` {kv_heads}, "
+            f"`attention.key_length` {head_dim}, `attention.value_length` {value_dim}; query heads "
+            "must be a multiple of kv heads and the lengths equal",
             code="HRT-2403",
             fix="choose another model",
         )

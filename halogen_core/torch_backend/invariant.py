@@ -114,8 +114,9 @@ def _slots(
     """Pool rows for blocks [I, tokens] as [key tiles, 2 I Hkv K]."""
     kinds, heads = np.arange(2)[:, None, None, None], np.arange(kv_heads)[None, None, :, None]
     rows = ((block[None, :, None] * 2 + kinds) * kv_heads + heads) * block_size + offset
-    tiles = rows.reshape(2, len(block), kv_heads, -1, _KEYS).transpose(3, 0, 1, 2, 4)
-    return tiles.reshape(len(tiles), -1)
+    tiles = len(offset) // _KEYS
+    ordered = rows.reshape(2, len(block), kv_heads, tiles, _KEYS).transpose(3, 0, 1, 2, 4)
+    return ordered.reshape(tiles, 2 * len(block) * kv_heads * _KEYS)
 
 
 def _attend(
@@ -125,7 +126,9 @@ def _attend(
     tiles, per_kv = len(plan.lengths), spec.num_heads // spec.num_kv_heads
     padded = F.pad(q.float(), (0, 0, 0, 1)).index_select(0, plan.rows)
     heads = padded.view(tiles, _QUERIES, spec.num_kv_heads, per_kv, spec.head_dim)
-    heads = heads.permute(0, 2, 3, 1, 4).reshape(-1, per_kv * _QUERIES, spec.head_dim)
+    heads = heads.permute(0, 2, 3, 1, 4).reshape(
+        tiles * spec.num_kv_heads, per_kv * _QUERIES, spec.head_dim
+    )
     peak = torch.full((*heads.shape[:2], 1), -torch.inf, device=q.device)
     total, out = torch.zeros_like(peak), torch.zeros_like(heads)
     if sinks is not None:
@@ -143,7 +146,7 @@ def _attend(
         peak = higher
     out = out / torch.where(total == 0, 1, total)
     out = out.view(tiles, spec.num_kv_heads, per_kv, _QUERIES, spec.head_dim)
-    flat = out.permute(0, 3, 1, 2, 4).reshape(tiles * _QUERIES, -1)
+    flat = out.permute(0, 3, 1, 2, 4).reshape(tiles * _QUERIES, q.shape[1])
     return flat.index_select(0, plan.places).to(q.dtype)
 
 

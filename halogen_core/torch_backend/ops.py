@@ -88,7 +88,7 @@ class TorchOps:
         payload = torch_kv(kv)
         stored = encode(both, payload.dtype).flatten(0, 1)
         payload.layers[layer].index_copy_(0, rows, stored)
-        return turned[:, :query_heads].reshape(tokens, -1)
+        return turned[:, :query_heads].flatten(1)
 
     def attention(
         self,
