@@ -146,4 +146,4 @@ def _request_id(headers: Headers) -> str:
 def _access_line(scope: Scope, reply: _Reply) -> None:
     took = time.monotonic() - reply.began
     path = scope["path"].encode("unicode_escape").decode()[:200]
-    log.info("%s %s %d %.3fs %s", scope["method"], path, reply.status, took, reply.request_id)
+    log.debug("%s %s %d %.3fs %s", scope["method"], path, reply.status, took, reply.request_id)

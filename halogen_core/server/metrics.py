@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -21,6 +22,8 @@ from halogen_core import __version__
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest
 from halogen_core.engine.text import TextDelta
 from halogen_core.errors import HalogenError
+
+log = logging.getLogger(__name__)
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -84,7 +87,7 @@ class Metrics:
     def watch(self, request: GenerateRequest, began: float) -> Watch:
         """Follow one sequence that arrived at `began` (monotonic)."""
         self.prompt_tokens.inc(len(request.prompt_token_ids))
-        return Watch(metrics=self, began=began)
+        return Watch(metrics=self, request=request, began=began)
 
     def exposition(self, info: EngineInfo | None, stats: EngineStats | None) -> bytes:
         """The text format 0.0.4."""
@@ -99,7 +102,9 @@ class Watch:
     """Times and counts of one sequence."""
 
     metrics: Metrics
+    request: GenerateRequest
     began: float
+    tokens: int = 0
     first: float | None = None
     last: float = 0.0
 
@@ -113,12 +118,14 @@ class Watch:
             for _ in range(tokens):
                 self.metrics.gap.observe((now - self.last) / tokens)
         self.last = now
+        self.tokens += tokens
         self.metrics.generation_tokens.inc(tokens)
         if delta.finish_reason is not None:
             self._end(delta, now)
 
     def cancelled(self) -> None:
         """The client went away."""
+        log.info("%s: client went away after %d tokens", self.request.request_id, self.tokens)
         self.metrics.cancelled.labels("prefill" if self.first is None else "decode").inc()
 
     def failed(self, error: BaseException) -> None:
@@ -127,6 +134,16 @@ class Watch:
         self.metrics.errors.labels(code).inc()
 
     def _end(self, delta: TextDelta, now: float) -> None:
+        log.info(
+            "%s: %s, prompt %d tokens (%d cached), answer %d, first token %.3f s, total %.3f s",
+            self.request.request_id,
+            delta.finish_reason,
+            len(self.request.prompt_token_ids),
+            delta.cached_tokens,
+            self.tokens,
+            (self.first or now) - self.began,
+            now - self.began,
+        )
         self.metrics.requests.labels(delta.finish_reason).inc()
         self.metrics.duration.observe(now - self.began)
         self.metrics.decode.observe(now - (self.first or now))

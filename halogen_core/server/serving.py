@@ -162,6 +162,7 @@ async def serve(service: Service, listener: socket.socket) -> None:
     """Serve until a signal; the engine is closed by the caller."""
     server = make_server(service, create_app(service))
     side = await _serve_metrics(service)
+    _say_what_runs(service)
     log.info("serving %s on %s", service.model_names[0], describe(listener))
     try:
         await server.serve(sockets=[listener])
@@ -169,6 +170,17 @@ async def serve(service: Service, listener: socket.socket) -> None:
         if side is not None:
             side.cancel()
             await asyncio.gather(side, return_exceptions=True)
+
+
+def _say_what_runs(service: Service) -> None:
+    """What was chosen at start and why; nothing falls back in silence."""
+    info = service.engine.info
+    log.info("using device: %s (backend %s)", info.device, info.backend)
+    log.info("KV pool: %d blocks of %d tokens, %s", info.num_blocks, info.block_size, info.kv_dtype)
+    for op, where in sorted(info.placement.items()):
+        log.info("op %s: %s", op, where)
+    for reason in info.reasons:
+        log.info("plan: %s", reason)
 
 
 async def _serve_metrics(service: Service) -> asyncio.Task[None] | None:
