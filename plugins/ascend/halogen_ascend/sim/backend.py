@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halogen_ascend.advice import Advice
+from halogen_ascend.buckets import Buckets
 from halogen_ascend.errors import OutOfRange
 from halogen_ascend.options import SimOptions
+from halogen_ascend.padding import TrashBlock
 from halogen_ascend.sim import graph as graphs
 from halogen_ascend.sim import weights
 from halogen_ascend.sim.attention import FUSED_HEAD_DIMS
@@ -21,7 +23,6 @@ from halogen_ascend.sim.faults import FaultPlan
 from halogen_ascend.sim.kvcache import KV_DTYPES, KVPool, kv_layout, pool_of
 from halogen_ascend.sim.memory import Hbm
 from halogen_ascend.sim.ops import SimOps
-from halogen_ascend.sim.padding import TrashBlock
 from halogen_ascend.sim.plan import plan, tiers
 from halogen_ascend.sim.rope import RopeTables
 from halogen_ascend.sim.signatures import BLOCK_SIZES, refusals
@@ -66,10 +67,10 @@ class SimBackend:
     advice: Advice
     _closed: bool = False
     _trash: TrashBlock | None = None
-    _buckets: graphs.Buckets = attrs.field(init=False)
+    _buckets: Buckets = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._buckets = graphs.Buckets(self.options.graph_buckets)
+        self._buckets = Buckets(self.options.graph_buckets)
 
     @classmethod
     def open(cls, options: SimOptions) -> SimBackend:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from halogen_ascend.errors import OutOfRange, PoisonRead
+from halogen_ascend.padding import PaddedStep
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
 from halogen_ascend.sim.device import TORCH, SimDevice
-from halogen_ascend.sim.padding import PaddedStep
 from halogen_core.spi import (
     ConfigError,
     KVBlocks,
