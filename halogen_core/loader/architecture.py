@@ -213,10 +213,10 @@ def _tensors(
 def check_model(checkpoint: Checkpoint) -> None:
     """Raise `ModelError` unless the checkpoint is a whole model, as far as its kind is known."""
     path = checkpoint.path
-    _check_hparams(checkpoint.hparams, path)
     arch = ARCHITECTURES.get(checkpoint.architecture)
     if arch is None:
         return
+    _check_hparams(checkpoint.hparams, path)
     unknown = set(checkpoint.names())
     for name, shape, required in _tensors(arch, checkpoint.hparams, path):
         if name in unknown:
