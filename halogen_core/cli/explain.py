@@ -10,10 +10,21 @@ from halogen_core.error_catalogue import catalogue
 from halogen_core.errors import ConfigError
 
 
-@click.command("explain")
+@click.command("explain", context_settings={"ignore_unknown_options": True})
 @click.argument("code", required=False)
-def command(code: str | None) -> None:
-    """Say what an HRT error code means and how to mend it; without CODE, list all."""
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, code: str | None, rest: tuple[str, ...]) -> None:
+    """Say what an HRT error code means and how to mend it; without CODE, list all.
+
+    A plugin may explain more: `explain step` is its command `explain-step`.
+    """
+    if code and code.isalpha() and (topic := _topic(ctx, code)):
+        with topic.make_context(f"{ctx.info_name} {code}", list(rest), parent=ctx.parent) as inner:
+            topic.invoke(inner)
+        return
+    if rest:
+        raise click.UsageError(f"unexpected argument `{rest[0]}`", ctx)
     entries = catalogue()
     if code is None:
         for name, entry in sorted(entries.items()):
@@ -32,3 +43,10 @@ def command(code: str | None) -> None:
     click.secho(f"{name}: {entry.title}", bold=True)
     click.echo(f"cause: {entry.cause}")
     click.echo(f"fix:   {entry.fix}")
+
+
+def _topic(ctx: click.Context, name: str) -> click.Command | None:
+    group = ctx.parent.command if ctx.parent else None
+    if not isinstance(group, click.Group) or ctx.parent is None:
+        return None
+    return group.get_command(ctx.parent, f"explain-{name}")
