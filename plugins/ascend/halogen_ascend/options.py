@@ -23,7 +23,7 @@ class SimOptions:
     part: Profile
     dtype: str = "f16"
     """Compute dtype: f16, bf16 or f32."""
-    kv_split: int = 4
+    kv_split: int = 8
     """KV blocks per attention task; 0 leaves a head's whole cache to one core."""
     graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Decode batch sizes with a captured step; empty switches capture off."""

@@ -80,8 +80,8 @@ def _plain(value):
 
 def _tensors(values):
     found = []
-    for value in values:
-        name, value = value if isinstance(value, tuple) and len(value) == 2 else ("", value)
+    for given in values:
+        name, value = given if isinstance(given, tuple) and len(given) == 2 else ("", given)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, torch.Tensor):
                 assert isinstance(item, FakeTensor), f"{name} is a real tensor"

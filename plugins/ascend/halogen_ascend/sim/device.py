@@ -71,6 +71,8 @@ class SimDevice:
     faults: FaultPlan = attrs.field(factory=FaultPlan)
     blocking: bool = False
     """Raise asynchronous errors at the call that caused them, for debugging."""
+    dry: bool = False
+    """Plan and time every task, compute none: for timelines of models too big to compute."""
     launch_s: float = 5e-6
     timeline: Timeline = attrs.field(factory=Timeline)
     now: float = 0.0
@@ -264,8 +266,9 @@ class SimDevice:
             return
         program = build(host)
         schedule = place(program, self.part, self._conditions())
-        for placed in schedule.placed:
-            program.tasks[placed.task].run()
+        if not self.dry:
+            for placed in schedule.placed:
+                program.tasks[placed.task].run()
         start = self.now + (launch_s or 0.0)
         self.timeline.record(program, schedule, start, launched=launch_s is not None)
         self.now = start + schedule.makespan
