@@ -38,12 +38,13 @@ from halogen_core.spi import (
 from halogen_cpu_ggml import binding, memory, weights
 from halogen_cpu_ggml.costs import CostModel
 from halogen_cpu_ggml.inputs import Capacity, StepInputs
-from halogen_cpu_ggml.modes import GgmlMode, KernelMode, Mode
-from halogen_cpu_ggml.ops import GgmlOps, view_f32
+from halogen_cpu_ggml.kernel_mode import KernelMode
+from halogen_cpu_ggml.modes import GgmlMode, Mode
+from halogen_cpu_ggml.ops import GgmlOps
 from halogen_cpu_ggml.recorder import Recorder, joined, weight_tensor
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.step import Captured, bucket, record
-from halogen_cpu_ggml.tape import Node, SharedArena, host_node
+from halogen_cpu_ggml.tape import Node, SharedArena, host_node, view_f32
 from halogen_cpu_ggml.threads import Team
 
 WORKSPACE_LIMIT = 1 << 36

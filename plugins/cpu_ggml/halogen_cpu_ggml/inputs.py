@@ -39,6 +39,8 @@ class StepInputs:
     batch: StepBatch | None = None
     gathered: dict[int, NDArray[np.int32]] = attrs.field(factory=dict)
     """KV slots of every sequence, one after another, by block size (ggml's own attention)."""
+    scratch: object = None
+    """Memory that the step points into, kept while it does."""
     masks: dict[tuple[int, int | None], NDArray[np.float32]] = attrs.field(factory=dict)
     """Additive masks [T, kv] by (block size, window)."""
 

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from halogen_core.spi import (
     FORMATS,
@@ -18,13 +17,12 @@ from halogen_core.spi import (
     Limits,
     OpSignature,
     Placement,
-    SamplingBatch,
     Support,
     SupportLevel,
     WeightRole,
     kv_block_shape,
 )
-from halogen_cpu_ggml import kv_rows, sampling
+from halogen_cpu_ggml import kv_rows
 from halogen_cpu_ggml.binding import Library
 from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kv_rows import RowPool
@@ -52,7 +50,6 @@ class Mode(Protocol):
     def kv_layout(self, spec: KVSpec) -> KVLayout: ...
     def kv_pool(self, layout: KVLayout, num_blocks: int) -> Any: ...
     def before(self, inputs: StepInputs) -> None: ...
-    def sample(self, logits: NDArray[np.float32], batch: SamplingBatch) -> sampling.Choice: ...
     def limits(self) -> Limits: ...
 
 
@@ -110,9 +107,6 @@ class GgmlMode:
     def before(self, inputs: StepInputs) -> None:
         """Nothing to lay ready."""
 
-    def sample(self, logits: NDArray[np.float32], batch: SamplingBatch) -> sampling.Choice:
-        return sampling.sample(logits, batch)
-
     def limits(self) -> Limits:
         return Limits(preferred_chunk=512)
 
@@ -154,11 +148,3 @@ def check_kv(spec: KVSpec, dtypes: tuple[str, ...]) -> None:
             code="HRT-3609",
             fix="use f16 KV",
         )
-
-
-class KernelMode:
-    """Placeholder until the kernels are here."""
-
-    @classmethod
-    def open(cls, settings: Settings, recorder: Recorder) -> Mode | None:
-        return None

@@ -1,26 +1,200 @@
-"""Our C kernels: parameter structs, loading, run-time choice of instruction set."""
+"""Our C kernels: parameter structs as in `csrc/hx.h`, loading, choice of instruction set."""
 
 from __future__ import annotations
 
 import ctypes as C
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-P, L, F, I = C.c_void_p, C.c_int64, C.c_float, C.c_int32  # noqa: E741
+import attrs
+
+from halogen_core.spi import PluginError
+
+LIBRARY = Path(__file__).parent / "_kernels.so"
+_P, _L, _F = C.c_void_p, C.c_int64, C.c_float
+
+FORMATS = {
+    name: i
+    for i, name in enumerate(
+        ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+    )
+}
+FLOAT_FORMATS = ("F32", "F16", "BF16")
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "f8_e5m2": 3, "q8_0": 4}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES = 32, 52
+CHUNK, MOST_ROWS, TILE = 256, 12, 16
+LONGEST_HEAD = 1024
+
+
+def _struct(name: str, *fields: tuple[str, Any]) -> Any:
+    return type(name, (C.Structure,), {"_fields_": list(fields)})
+
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, _P) for name in names]
+
+
+class Turn(C.Structure):
+    """`hx_turn`: which work item is next."""
+
+    _fields_ = [("next", _L), ("left", _L)]
 
 
 class Step(C.Structure):
     """`hx_step`: live sizes and host arrays of the step at hand."""
 
     _fields_ = [
-        ("tokens", L),
-        ("rows", L),
-        ("sequences", L),
-        ("positions", P),
-        ("slots", P),
-        ("query_start", P),
-        ("seq_lens", P),
-        ("block_tables", P),
-        ("table_stride", L),
-        ("logit_rows", P),
-        ("workspace", P),
-        ("workspace_bytes", L),
+        ("tokens", _L),
+        ("rows", _L),
+        ("sequences", _L),
+        *_pointers("positions", "slots", "query_start", "seq_lens", "block_tables"),
+        ("table_stride", _L),
+        *_pointers("logit_rows", "workspace"),
+        ("workspace_bytes", _L),
     ]
+
+
+class Pool(C.Structure):
+    """`hx_pool`: one layer of the tiled KV pool."""
+
+    _fields_ = [
+        *_pointers("k", "v"),
+        *((n, _L) for n in ("type", "block", "hkv", "d", "dp", "k_tile", "v_row")),
+    ]
+
+
+class PartTiles(C.Structure):
+    """`hx_part`."""
+
+    _fields_ = [*_pointers("x", "tiles"), ("format", _L), ("n", _L), ("column", _L)]
+
+
+PackX = _struct("PackX", ("rows", _P), ("x", _P), ("k", _L), ("out", _P))
+Linear = _struct(
+    "Linear",
+    ("rows", _P),
+    ("k", _L),
+    ("out", _P),
+    ("stride", _L),
+    ("bias", _P),
+    ("scale", _F),
+    ("softcap", _F),
+    ("nparts", _L),
+    ("parts", _P),
+    ("turn", Turn),
+)
+Norm = _struct(
+    "Norm",
+    *_pointers("rows", "x", "residual", "weight", "out", "sum"),
+    ("width", _L),
+    ("eps", _F),
+    ("packed", _P),
+)
+Gate = _struct(
+    "Gate", *_pointers("rows", "gate_up", "out"), ("width", _L), ("kind", _L), ("packed", _P)
+)
+Angles = _struct("Angles", *_pointers("step", "inv_freq"), ("dim", _L), ("factor", _F), ("out", _P))
+Store = _struct(
+    "Store",
+    *_pointers("step", "qkv", "angles", "q_norm", "k_norm", "out"),
+    *((n, _L) for n in ("hq", "dim", "interleaved")),
+    ("eps", _F),
+    ("pool", Pool),
+)
+Attend = _struct(
+    "Attend",
+    *_pointers("step", "q", "sinks", "out"),
+    ("hq", _L),
+    ("window", _L),
+    ("scale", _F),
+    ("softcap", _F),
+    ("pool", Pool),
+    ("turn", Turn),
+    ("packed", _P),
+)
+Sample = _struct(
+    "Sample",
+    *_pointers("rows", "logits"),
+    ("vocab", _L),
+    *_pointers("scratch", "temperature", "top_p", "min_p", "repetition", "presence", "frequency"),
+    *_pointers("uniforms", "top_k", "forced", "history_start", "history_ids", "history_counts"),
+    *_pointers("bias_start", "bias_ids", "bias_values", "mask", "out"),
+)
+
+
+class Table(C.Structure):
+    """`hx_table`: the kernels of one instruction set, as addresses."""
+
+    _fields_ = [
+        ("isa", C.c_char_p),
+        ("panel", _L),
+        *_pointers("pack_q8", "pack_f32", "linear", "norm", "gate"),
+        *_pointers("angles", "store", "attend", "sample"),
+    ]
+
+
+_SIZES = {
+    "hx_step": Step,
+    "hx_pack_x": PackX,
+    "hx_part": PartTiles,
+    "hx_linear": Linear,
+    "hx_norm": Norm,
+    "hx_gate": Gate,
+    "hx_angles": Angles,
+    "hx_pool": Pool,
+    "hx_store": Store,
+    "hx_attend": Attend,
+    "hx_sample": Sample,
+    "hx_table": Table,
+}
+
+
+@attrs.frozen(eq=False)
+class Kernels:
+    """The kernels in use."""
+
+    library: C.CDLL
+    table: Any
+
+    @property
+    def isa(self) -> str:
+        """`avx512`, `avx2` or `scalar`."""
+        name: bytes = self.table.isa
+        return name.decode()
+
+    def tile_bytes(self, fmt: str, k: int) -> int:
+        """Bytes of a tile of 16 output features with k inputs."""
+        return int(self.library.hx_tile_size(FORMATS[fmt], k))
+
+    def pack_tiles(self, fmt: str, raw: int, shape: tuple[int, int], out: int, span: range) -> None:
+        """Tiles `span` of the matrix [n, k] at address `raw`."""
+        n, k = shape
+        self.library.hx_pack_tiles(FORMATS[fmt], raw, n, k, out, span.start, span.stop)
+
+
+@lru_cache(maxsize=1)
+def _library() -> C.CDLL | None:
+    if not LIBRARY.exists():
+        return None
+    lib = C.CDLL(str(LIBRARY))
+    lib.hx_kernels.restype, lib.hx_kernels.argtypes = C.POINTER(Table), [C.c_char_p]
+    lib.hx_struct_size.restype, lib.hx_struct_size.argtypes = _L, [C.c_char_p]
+    lib.hx_tile_size.restype, lib.hx_tile_size.argtypes = _L, [_L, _L]
+    lib.hx_pack_tiles.restype, lib.hx_pack_tiles.argtypes = None, [_L, _P, _L, _L, _P, _L, _L]
+    for name, struct in _SIZES.items():
+        if lib.hx_struct_size(name.encode()) != C.sizeof(struct):
+            raise PluginError(
+                f"the compiled kernels disagree about `{name}`: they are from another version",
+                code="HRT-3611",
+                fix="reinstall halogen-cpu-ggml or run hatch_build.py",
+            )
+    return lib
+
+
+def kernels(isa: str) -> Kernels | None:
+    """The kernels for `isa` (`auto`: the best of this CPU); None: not built, or not for here."""
+    lib = _library()
+    table = lib and lib.hx_kernels(isa.encode())
+    return Kernels(lib, table.contents) if table else None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import attrs
-import numpy as np
 
 from halogen_core.spi import (
     Activation,
@@ -26,7 +22,7 @@ from halogen_cpu_ggml.recorder import (
     joined,
     weight_tensor,
 )
-from halogen_cpu_ggml.tape import Node, Tape, host_node
+from halogen_cpu_ggml.tape import Node, Tape, host_node, view_f32
 from halogen_cpu_ggml.weights import Weight
 
 Meta = StepMeta[Node]
@@ -198,9 +194,10 @@ class GgmlOps:
         if self.recorder.current is not None and logits.shape[0] == 0:
             return Sampled(token_ids=logits)
         if self.recorder.current is not None:
-            # picked after the graph has run, on the live rows of this node
             with self.recorder.tape() as tape:
-                return Sampled(token_ids=joined(tape, logits))
+                picker = sampling.AfterGraph(joined(tape, logits))
+                tape.memo[sampling.PICKER] = picker
+                return Sampled(token_ids=picker.logits)
         rows = inputs.sampling.num_rows
         return sampled_nodes(sampling.sample(view_f32(logits)[:rows], inputs.sampling))
 
@@ -211,15 +208,6 @@ def sampled_nodes(result: sampling.Choice) -> Sampled[Node]:
     ids, logprobs, top_ids, top = (None if a is None else host_node(a) for a in arrays)
     assert ids is not None
     return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top)
-
-
-def view_f32(node: Node) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A float32 node's memory as numpy, no copy; valid while the node's memory is."""
-    import ctypes as C
-
-    count = math.prod(node.shape)
-    buffer = (C.c_float * count).from_address(node.address) if count else b""
-    return np.frombuffer(buffer, np.float32, count).reshape(node.shape)
 
 
 def payload(weight: Packed) -> Weight:

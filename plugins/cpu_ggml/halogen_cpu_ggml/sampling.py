@@ -4,11 +4,17 @@ rules (`SamplingBatch`) and is tested against this one.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.spi import SamplingBatch
+from halogen_cpu_ggml.tape import Node, view_f32
+
+PICKER = "picker"
+"""Where a recorded tape keeps it."""
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
@@ -22,6 +28,31 @@ class Choice:
     logprobs: Floats | None = None
     top_ids: Ids | None = None
     top_logprobs: Floats | None = None
+
+
+class Picker(Protocol):
+    """How a recorded step picks its tokens."""
+
+    def load(self, batch: SamplingBatch) -> None:
+        """Before the graph runs."""
+        ...
+
+    def result(self, batch: SamplingBatch) -> Choice:
+        """After it has run."""
+        ...
+
+
+@attrs.define(eq=False)
+class AfterGraph:
+    """Picks in numpy from the graph's logits."""
+
+    logits: Node
+
+    def load(self, batch: SamplingBatch) -> None:
+        """Nothing to lay ready."""
+
+    def result(self, batch: SamplingBatch) -> Choice:
+        return sample(view_f32(self.logits)[: batch.num_rows], batch)
 
 
 def sample(logits: Floats, batch: SamplingBatch) -> Choice:

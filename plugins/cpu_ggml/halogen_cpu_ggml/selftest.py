@@ -8,7 +8,7 @@ import numpy as np
 from halogen_core.spi import Reason
 from halogen_cpu_ggml import binding
 from halogen_cpu_ggml.recorder import Recorder, weight_tensor
-from halogen_cpu_ggml.tape import host_node
+from halogen_cpu_ggml.tape import host_node, view_f32
 from halogen_cpu_ggml.threads import Team, usable_threads
 from halogen_cpu_ggml.weights import Part
 
@@ -66,7 +66,5 @@ def _multiply(lib: binding.Library) -> None:
     part = Part("F32", binding.F32, (4, 8), w.reshape(-1).view(np.uint8))
     with recorder.tape() as tape:
         out = tape.op("mul_mat", weight_tensor(tape, part), host_node(x), shape=(2, 4))
-    from halogen_cpu_ggml.ops import view_f32
-
     if not np.array_equal(view_f32(out), x @ w.T):
         raise binding.refuse("HRT-3602", "ggml's matmul gives wrong numbers here", "reinstall it")

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 
 from halogen_core.spi import Sampled, StepBatch, StepMeta
 from halogen_cpu_ggml.inputs import StepInputs
-from halogen_cpu_ggml.ops import sampled_nodes, view_f32
-from halogen_cpu_ggml.tape import MAX_TENSORS, Node, Tape
+from halogen_cpu_ggml.ops import sampled_nodes
+from halogen_cpu_ggml.sampling import PICKER, Picker
+from halogen_cpu_ggml.tape import MAX_TENSORS, Node, Tape, host_node
 
 if TYPE_CHECKING:
     from halogen_cpu_ggml.backend import GgmlBackend
@@ -31,16 +33,20 @@ class Captured:
     backend: GgmlBackend
     tape: Tape
     inputs: StepInputs
-    logits: Node
+    picker: Picker | None
+    """None: a step without rows."""
 
     def __call__(self, batch: StepBatch) -> Sampled[Node]:
         backend = self.backend
         self.inputs.fill(batch)
         backend.mode.before(self.inputs)
+        if self.picker is None:
+            self.tape.compute()
+            return Sampled(token_ids=host_node(np.zeros(0, np.int32)))
+        self.picker.load(batch.sampling)
         self.tape.compute()
         backend.tally["replays"] += 1
-        logits = view_f32(self.logits)[: len(batch.logit_rows)]
-        return sampled_nodes(backend.mode.sample(logits, batch.sampling))
+        return sampled_nodes(self.picker.result(batch.sampling))
 
     def close(self) -> None:
         self.tape.close()
@@ -58,11 +64,13 @@ def record(
     recorder.current = tape
     try:
         sampled = step(meta)
-        tape.point_last(sampled.token_ids)
+        picker = tape.memo.get(PICKER)
+        for node in {sampled.token_ids, getattr(picker, "logits", sampled.token_ids)}:
+            tape.point_last(node)
         tape.finish(backend.arena)
     except BaseException:
         tape.close()
         raise
     finally:
         recorder.current = None
-    return Captured(backend, tape, inputs, sampled.token_ids)
+    return Captured(backend, tape, inputs, picker)

@@ -78,6 +78,15 @@ def host_node(array: NDArray[Any]) -> Node:
     )
 
 
+def view_f32(node: Node) -> NDArray[np.float32]:
+    """A float32 node's memory as numpy, no copy; valid while the node's memory is."""
+    count = math.prod(node.shape)
+    if count == 0:
+        return np.zeros(node.shape, np.float32)
+    buffer = (C.c_float * count).from_address(node.address)
+    return np.frombuffer(buffer, np.float32, count).reshape(node.shape)
+
+
 @attrs.define(eq=False)
 class Tape:
     """One ggml graph under construction, later ready to compute."""

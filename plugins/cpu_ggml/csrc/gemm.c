@@ -1,0 +1,370 @@
+// Repacked GEMM. Quantised weights meet activations rounded to 8 bits per 32; float weights meet
+// floats. A row's result does not depend on how many rows are computed beside it.
+#include "vec.h"
+#include <math.h>
+
+// ---------------------------------------------------------------- activations
+
+INLINE void quantise_block(const float *x, uint8_t *block, int64_t rows, int64_t r) {
+    vf top = {0}, poison = {0}; // NaN if x has a NaN or an infinity
+    for (int i = 0; i < QK; i += VL) {
+        vf v = vf_load(x + i);
+        top = vf_max(top, vf_max(v, -v));
+        poison = vf_fma(v, (vf){0}, poison);
+    }
+    float most = vf_top(top), inverse = most > 0 ? 127.f / most : 0.f;
+    float d = most / 127.f + vf_sum(poison);
+    int32_t half[2] = {0, 0};
+    int8_t *codes = (int8_t *)block + r * QK;
+    for (int i = 0; i < QK; i += VL) {
+        vi q = vi_round(vf_load(x + i) * vf_set(inverse));
+        for (int j = 0; j < VL; j++) codes[i + j] = (int8_t)q[j], half[(i + j) / 16] += q[j];
+    }
+    float *scale = (float *)(block + rows * QK) + r;
+    int32_t sum = half[0] + half[1];
+    scale[0] = d;
+    ((int32_t *)scale)[rows] = -sum;
+    scale[2 * rows] = d * sum;
+    ((int32_t *)scale)[3 * rows] = -half[0];
+    ((int32_t *)scale)[4 * rows] = -half[1];
+}
+
+// Blocks first .. last - 1 of row m of `rows`, from x (of that row) into the panels at `out`.
+void NAME(quantise)(const float *x, uint8_t *out, int64_t m, int64_t rows, int64_t k,
+                    int64_t first, int64_t last) {
+    int64_t size = hx_panel_rows(rows, PANEL), panel = m / size, nb = k / QK;
+    int64_t here = rows - panel * size < size ? rows - panel * size : size;
+    out += panel * size * nb * XROW;
+    for (int64_t b = first; b < last; b++)
+        quantise_block(x + b * QK, out + b * here * XROW, here, m - panel * size);
+}
+
+void NAME(pack_q8)(struct ggml_tensor *node, int ith, int nth, void *params) {
+    hx_pack_x *p = params;
+    int64_t rows = *p->rows, units = rows * (p->k / QK), nb = p->k / QK;
+    for (int64_t u = units * ith / nth, end = units * (ith + 1) / nth; u < end;) {
+        int64_t m = u / nb, b = u % nb, last = b + end - u < nb ? b + end - u : nb;
+        NAME(quantise)(p->x + m * p->k, p->out, m, rows, p->k, b, last);
+        u += last - b;
+    }
+}
+
+void NAME(pack_f32)(struct ggml_tensor *node, int ith, int nth, void *params) {
+    hx_pack_x *p = params;
+    int64_t rows = *p->rows, size = hx_panel_rows(rows, PANEL), k = p->k;
+    for (int64_t m = ith; m < rows; m += nth) {
+        int64_t panel = m / size, here = rows - panel * size < size ? rows - panel * size : size;
+        float *out = (float *)p->out + panel * size * k + (m - panel * size);
+        for (int64_t i = 0; i < k; i++) out[i * here] = p->x[m * k + i];
+    }
+}
+
+// ---------------------------------------------------------------- results
+
+typedef struct {
+    float *out;
+    int64_t stride, n;
+    const float *bias;
+    float scale, softcap;
+    int plain; // a whole tile, nothing to add or scale
+} target;
+
+static __attribute__((noinline)) void put_changed(const target *t, float *out, int64_t lane, vf v) {
+    int64_t room = t->n - lane;
+    for (int i = 0; t->bias && i < VL && i < room; i++) v[i] += t->bias[lane + i];
+    v *= vf_set(t->scale);
+    if (t->softcap > 0) v = vf_set(t->softcap) * vf_tanh(v / vf_set(t->softcap));
+    for (int i = 0; i < VL && i < room; i++) out[i] = v[i];
+}
+
+INLINE void put(const target *t, int64_t row, int64_t lane, vf v) {
+    float *out = t->out + row * t->stride + lane;
+    if (t->plain) vf_store(out, v);
+    else put_changed(t, out, lane, v);
+}
+
+// ---------------------------------------------------------------- quantised tiles
+
+// sum of 4 products per lane, weights unsigned (or signed, 8 bits) times activations signed
+#if defined(HX_AVX512)
+INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+}
+INLINE vi settle(vi acc) { return acc; }
+#define FLUSH(bits) 8
+#define DIRECT 1
+#elif defined(HX_AVX2)
+// 16-bit sums while they cannot overflow: 8, 4, 2 groups of 4-, 5-, 6-bit codes; 8 bits at once
+INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    __m256i xs = _mm256_set1_epi32(four), ws = (__m256i)w;
+    if (bits == 8) xs = _mm256_sign_epi8(xs, ws), ws = _mm256_abs_epi8(ws);
+    return (vi)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16(ws, xs));
+}
+INLINE vi settle(vi acc) { return (vi)_mm256_madd_epi16((__m256i)acc, _mm256_set1_epi16(1)); }
+#define DIRECT 0
+#define FLUSH(bits) ((bits) == 4 ? 8 : (bits) == 5 ? 4 : (bits) == 6 ? 2 : 1)
+#else
+INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
+    for (int i = 0; i < VL; i++)
+        for (int j = 0; j < 4; j++)
+            acc[i] += (bits == 8 ? (int8_t)w[4 * i + j] : w[4 * i + j]) * x[j];
+    return acc;
+}
+INLINE vi settle(vi acc) { return acc; }
+#define FLUSH(bits) 8
+#define DIRECT 1
+#endif
+
+#if defined(HX_AVX512)
+#define SIGNED8 0 // 8-bit codes are made unsigned, 128 too high
+INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
+    uint64_t m;
+    memcpy(&m, masks + g * 8, 8);
+    return (vb)_mm512_mask_add_epi8((__m512i)w, m, (__m512i)w, _mm512_set1_epi8(16));
+}
+#else
+#define SIGNED8 1
+INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
+    uint32_t m;
+    memcpy(&m, masks + g * 8 + lane / 2, 4); // 4 bits per row
+#if defined(HX_AVX2)
+    const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(0x8040201008040201);
+    __m256i v = _mm256_shuffle_epi8(_mm256_set1_epi32(m), spread);
+    v = _mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit);
+    return w | (vb)_mm256_and_si256(v, _mm256_set1_epi8(16));
+#else
+    for (int i = 0; i < VL * 4; i++) w[i] |= (m >> i & 1) << 4;
+    return w;
+#endif
+}
+#endif
+
+INLINE int code_bits(int f) {
+    return f == HX_Q8_0 ? 8 : f == HX_Q6_K ? 6 : f == HX_Q5_0 || f == HX_Q5_1 || f == HX_Q5_K ? 5 : 4;
+}
+
+INLINE vb shifted(vb v, int bits) { return (vb)((vi)v >> bits); }
+
+// codes of group g (4 inputs) for VL features from `lane` on
+INLINE vb codes(int f, const uint8_t *w, int g, int lane) {
+    const vb fifteen = (vb){0} + (uint8_t)15;
+    if (f == HX_Q8_0) {
+        vb v = vb_load(w + g * 64 + lane * 4);
+        return SIGNED8 ? v : v ^ ((vb){0} + (uint8_t)128);
+    }
+    vb v = vb_load(w + g % 4 * 64 + lane * 4);
+    v = (g < 4 ? v : shifted(v, 4)) & fifteen;
+    if (code_bits(f) == 5) return add_high(v, w + 256, g, lane);
+    if (f == HX_Q6_K) {
+        vb two = shifted(vb_load(w + 256 + g / 4 * 64 + lane * 4), g % 4 * 2) & ((vb){0} + (uint8_t)3);
+        v |= (vb)((vi)two << 4);
+    }
+    return v;
+}
+
+INLINE int code_shift(int f) { // log2 of what codes are too high by; 0: a minimum is stored
+    return f == HX_Q4_0 ? 3 : f == HX_Q5_0 ? 4 : f == HX_Q6_K ? 5 : f == HX_Q8_0 && !SIGNED8 ? 7 : 0;
+}
+
+INLINE int part_bytes(int f) {
+    switch (f) {
+    case HX_Q4_0: return 288;
+    case HX_Q4_1: return 320;
+    case HX_Q5_0: return 352;
+    case HX_Q5_1: return 384;
+    case HX_Q8_0: return 544;
+    case HX_Q4_K: return 288;
+    case HX_Q5_K: return 352;
+    default: return 416;
+    }
+}
+
+typedef struct { vf scale, least; } factors;
+
+INLINE vf u8_at(const uint8_t *p, int lane) { return vf_u8(p + lane); }
+
+// 32 inputs of a tile against R rows: acc += scale * d * (sum of products) + least * (d * sum)
+INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t *x, int lane,
+                      factors super, vf *acc) {
+    const float *d = (const float *)(x + R * QK), *ds = d + 2 * R;
+    const int32_t *minus = (const int32_t *)(d + R), *half = minus + 2 * R;
+    const int bits = code_bits(f), shift = code_shift(f), parts = f == HX_Q6_K ? 2 : 1;
+    const int flush = FLUSH(bits), high = bits == 5 ? 64 : 0;
+    UNROLL(2) for (int part = 0; part < parts; part++) {
+        vi sum[PANEL];
+        EACH_ROW {
+            int32_t first = parts == 2 ? half[part * R + r] : minus[r];
+            sum[r] = shift ? ((vi){0} + first) << shift : (vi){0};
+        }
+        const int last = part * 4 + 8 / parts;
+        UNROLL(8) for (int g = part * 4; g < last; g += flush) {
+            vi run[PANEL];
+            EACH_ROW run[r] = DIRECT ? sum[r] : (vi){0};
+            for (int i = g; i < g + flush; i++) {
+                if (i == last) break;
+                vb c = codes(f, w, i, lane);
+                EACH_ROW run[r] = dot(run[r], c, (const int8_t *)x + r * QK + 4 * i, bits);
+            }
+            EACH_ROW sum[r] = DIRECT ? run[r] : sum[r] + settle(run[r]);
+        }
+        vf scale, least = {0};
+        if (f == HX_Q6_K) scale = super.scale * vf_i8(w + 384 + part * 16 + lane);
+        else if (f >= HX_Q4_K) {
+            scale = super.scale * u8_at(w + 256 + high, lane);
+            least = -super.least * u8_at(w + 272 + high, lane);
+        } else {
+            const uint8_t *s = w + (f == HX_Q8_0 ? 512 : 256) + high;
+            scale = vf_f16(s + lane * 2);
+            if (f == HX_Q4_1 || f == HX_Q5_1) least = vf_f16(s + 32 + lane * 2);
+        }
+        const int has_least = f == HX_Q4_1 || f == HX_Q5_1 || f == HX_Q4_K || f == HX_Q5_K;
+        EACH_ROW {
+            acc[r] = vf_fma(vf_int(sum[r]), scale * vf_set(d[r]), acc[r]);
+            if (has_least) acc[r] = vf_fma(least, vf_set(ds[r]), acc[r]);
+        }
+    }
+}
+
+INLINE void quant_tile(const int f, const int R, const uint8_t *w, const uint8_t *x, int64_t k,
+                       const target *t, int64_t row) {
+    const int super = f == HX_Q4_K || f == HX_Q5_K ? 64 : f == HX_Q6_K ? 32 : 0;
+    for (int lane = 0; lane < TILE; lane += VL) {
+        vf acc[PANEL];
+        EACH_ROW acc[r] = (vf){0};
+        const uint8_t *at = w, *xb = x;
+        factors s = {{0}, {0}};
+        for (int64_t b = 0; b < k / QK; b++) {
+            if (super && b % 8 == 0) {
+                s.scale = vf_f16(at + lane * 2);
+                if (f != HX_Q6_K) s.least = vf_f16(at + 32 + lane * 2);
+                at += super;
+            }
+            __builtin_prefetch(at + 2048);
+            __builtin_prefetch(at + 2048 + 64);
+            __builtin_prefetch(at + 2048 + 128);
+            __builtin_prefetch(at + 2048 + 192);
+            one_block(f, R, at, xb, lane, s, acc);
+            at += part_bytes(f);
+            xb += R * XROW;
+        }
+        EACH_ROW put(t, row + r, lane, acc[r]);
+    }
+}
+
+// ---------------------------------------------------------------- float tiles
+
+INLINE vf float_at(const int f, const uint8_t *w, int64_t i) {
+    return f == HX_F32 ? vf_load((const float *)w + i)
+         : f == HX_F16 ? vf_f16((const uint16_t *)w + i) : vf_bf16((const uint16_t *)w + i);
+}
+
+INLINE void float_tile(const int f, const int R, const uint8_t *w, const uint8_t *xs, int64_t k,
+                       const target *t, int64_t row) {
+    const float *x = (const float *)xs;
+    for (int lane = 0; lane < TILE; lane += VL) {
+        // four sums over k mod 4, so that few rows are not bound by the latency of one chain
+        vf acc[PANEL], more[4][PANEL];
+        EACH_ROW {
+            acc[r] = (vf){0};
+            UNROLL(4) for (int c = 0; c < 4; c++) more[c][r] = (vf){0};
+        }
+        (void)acc;
+        if (R <= 4) {
+            int64_t i = 0;
+            for (; i + 4 <= k; i += 4)
+                UNROLL(4) for (int c = 0; c < 4; c++) {
+                    vf v = float_at(f, w, (i + c) * TILE + lane);
+                    EACH_ROW
+                        more[c][r] = vf_fma(v, vf_set(x[(i + c) * R + r]), more[c][r]);
+                }
+            for (int c = 0; i < k; i++, c++) {
+                vf v = float_at(f, w, i * TILE + lane);
+                EACH_ROW more[c][r] = vf_fma(v, vf_set(x[i * R + r]), more[c][r]);
+            }
+            EACH_ROW acc[r] = (more[0][r] + more[1][r]) + (more[2][r] + more[3][r]);
+        } else {
+            UNROLL(4) for (int c = 0; c < 4; c++) {
+                for (int64_t i = c; i < k; i += 4) {
+                    vf v = float_at(f, w, i * TILE + lane);
+                    EACH_ROW
+                        more[c][r] = vf_fma(v, vf_set(x[i * R + r]), more[c][r]);
+                }
+            }
+            EACH_ROW acc[r] = (more[0][r] + more[1][r]) + (more[2][r] + more[3][r]);
+        }
+        EACH_ROW put(t, row + r, lane, acc[r]);
+    }
+}
+
+// ---------------------------------------------------------------- dispatch
+
+#define ROWS_CASE(F, KIND, R) case R: KIND(F, R, w, x, k, t, row); break;
+#if PANEL == 12
+#define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
+    ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) ROWS_CASE(F, KIND, 5) ROWS_CASE(F, KIND, 6) \
+    ROWS_CASE(F, KIND, 7) ROWS_CASE(F, KIND, 8) ROWS_CASE(F, KIND, 9) ROWS_CASE(F, KIND, 10) \
+    ROWS_CASE(F, KIND, 11) ROWS_CASE(F, KIND, 12) }
+#elif PANEL == 6
+#define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
+    ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) ROWS_CASE(F, KIND, 5) ROWS_CASE(F, KIND, 6) }
+#else
+#define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
+    ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) }
+#endif
+#define FORMAT(F, KIND) static __attribute__((noinline)) void run_##F(int rows, const uint8_t *w, \
+    const uint8_t *x, int64_t k, const target *t, int64_t row) { ROWS(F, KIND) }
+FORMAT(HX_F32, float_tile)
+FORMAT(HX_F16, float_tile)
+FORMAT(HX_BF16, float_tile)
+FORMAT(HX_Q4_0, quant_tile)
+FORMAT(HX_Q4_1, quant_tile)
+FORMAT(HX_Q5_0, quant_tile)
+FORMAT(HX_Q5_1, quant_tile)
+FORMAT(HX_Q8_0, quant_tile)
+FORMAT(HX_Q4_K, quant_tile)
+FORMAT(HX_Q5_K, quant_tile)
+FORMAT(HX_Q6_K, quant_tile)
+
+typedef void runner(int, const uint8_t *, const uint8_t *, int64_t, const target *, int64_t);
+static runner *const RUN[] = {
+    run_HX_F32, run_HX_F16, run_HX_BF16, run_HX_Q4_0, run_HX_Q4_1, run_HX_Q5_0,
+    run_HX_Q5_1, run_HX_Q8_0, run_HX_Q4_K, run_HX_Q5_K, run_HX_Q6_K,
+};
+
+#define CACHED (384 * 1024) // bytes of activations that stay in L2 while weights pass by
+
+void NAME(linear)(struct ggml_tensor *node, int ith, int nth, void *params) {
+    hx_linear *p = params;
+    int64_t rows = *p->rows, size = hx_panel_rows(rows, PANEL), panels = (rows + size - 1) / size;
+    int64_t tiles = 0;
+    for (int64_t i = 0; i < p->nparts; i++) tiles += (p->parts[i].n + TILE - 1) / TILE;
+    int64_t held = CACHED / (size * p->k * 3 / 2 + 1);
+    held = held < 1 ? 1 : held;
+    int64_t chunks = (panels + held - 1) / held, items = tiles * chunks;
+    int64_t grain = items / (nth * 8);
+    grain = nth == 1 ? items : grain < 1 ? 1 : grain > 16 ? 16 : grain;
+    for (int64_t first; (first = hx_take(&p->turn, grain)) < items;) {
+        int64_t last = first + grain < items ? first + grain : items;
+        for (int64_t item = first; item < last; item++) {
+            int64_t tile = item % tiles, chunk = item / tiles;
+            const hx_part *part = p->parts;
+            for (; tile >= (part->n + TILE - 1) / TILE; part++) tile -= (part->n + TILE - 1) / TILE;
+            int64_t row_bytes = part->format <= HX_BF16 ? p->k * 4 : p->k / QK * XROW;
+            int64_t column = part->column + tile * TILE;
+            target t = {p->out + column, p->stride, part->n - tile * TILE,
+                        p->bias ? p->bias + column : 0, p->scale, p->softcap, 0};
+            t.plain = t.n >= TILE && !t.bias && t.scale == 1.f && !(t.softcap > 0);
+            const uint8_t *w = part->tiles + tile * hx_tile_bytes(part->format, p->k);
+            for (int64_t i = chunk * held; i < panels && i < (chunk + 1) * held; i++) {
+                int64_t here = rows - i * size < size ? rows - i * size : size;
+                RUN[part->format](here, w, part->x + i * size * row_bytes, p->k, &t, i * size);
+            }
+        }
+    }
+    hx_leave(&p->turn, nth);
+}

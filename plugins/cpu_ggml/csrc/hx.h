@@ -1,0 +1,146 @@
+// Shared by all kernels: parameter structs (mirrored in native.py) and work sharing.
+#pragma once
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TILE 16           // output features per weight tile, KV tokens per K tile
+#define QK 32             // elements per activation block
+#define XROW 52           // bytes of one row's activation block: 32 codes, d, -sum, d*sum, 2 half -sums
+#define CHUNK 256         // keys per attention chunk, aligned to absolute positions
+#define MAX_R 12          // rows computed together
+
+enum hx_format {
+    HX_F32, HX_F16, HX_BF16, HX_Q4_0, HX_Q4_1, HX_Q5_0, HX_Q5_1, HX_Q8_0, HX_Q4_K, HX_Q5_K, HX_Q6_K
+};
+enum hx_kv { HX_KV_F32, HX_KV_F16, HX_KV_BF16, HX_KV_E5M2, HX_KV_Q8_0 };
+enum hx_act { HX_SILU, HX_GELU_TANH, HX_SWIGLU_OAI };
+
+// Work items are taken one by one; the last thread to leave makes the counters ready for next time
+// (ggml has a barrier behind each node).
+typedef struct { _Atomic int64_t next, left; } hx_turn;
+
+static inline int64_t hx_take(hx_turn *turn, int64_t n) {
+    return atomic_fetch_add_explicit(&turn->next, n, memory_order_relaxed);
+}
+
+static inline void hx_leave(hx_turn *turn, int nth) {
+    if (atomic_fetch_add_explicit(&turn->left, 1, memory_order_acq_rel) == nth - 1) {
+        atomic_store_explicit(&turn->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&turn->left, 0, memory_order_relaxed);
+    }
+}
+
+typedef struct {
+    int64_t tokens, rows, sequences;
+    const int32_t *positions;
+    const int64_t *slots;
+    const int32_t *query_start, *seq_lens, *block_tables;
+    int64_t table_stride;
+    const int32_t *logit_rows;
+    uint8_t *workspace;
+    int64_t workspace_bytes;
+} hx_step;
+
+// x [rows, k] float32 -> panels of 8-bit blocks (quantised weights) or of floats (float weights)
+typedef struct { const int64_t *rows; const float *x; int64_t k; uint8_t *out; } hx_pack_x;
+
+typedef struct {
+    const uint8_t *x, *tiles;
+    int64_t format, n, column;
+} hx_part;
+
+// out[:, column : column + n] = x @ part.T (+ bias) for each part, then scale and softcap
+typedef struct {
+    const int64_t *rows;
+    int64_t k;
+    float *out;
+    int64_t stride;
+    const float *bias;
+    float scale, softcap;
+    int64_t nparts;
+    const hx_part *parts;
+    hx_turn turn;
+} hx_linear;
+
+typedef struct {
+    const int64_t *rows;
+    const float *x, *residual, *weight;
+    float *out, *sum;
+    int64_t width;
+    float eps;
+    uint8_t *packed; // the result also in 8-bit panels, if wanted
+} hx_norm;
+
+typedef struct {
+    const int64_t *rows;
+    const float *gate_up;
+    float *out;
+    int64_t width, kind;
+    uint8_t *packed;
+} hx_gate;
+
+// cos, sin [tokens, dim] (cos in the first half of a row) from inv_freq [dim / 2]
+typedef struct {
+    const hx_step *step;
+    const double *inv_freq;
+    int64_t dim;
+    float factor;
+    float *out;
+} hx_angles;
+
+typedef struct {
+    uint8_t *k, *v; // of one layer
+    int64_t type, block, hkv, d, dp;
+    int64_t k_tile, v_row; // bytes of a K tile (16 tokens of one head) and of a V row
+} hx_pool;
+
+typedef struct {
+    const hx_step *step;
+    const float *qkv, *angles, *q_norm, *k_norm;
+    float *out;
+    int64_t hq, dim, interleaved;
+    float eps;
+    hx_pool pool;
+} hx_store;
+
+typedef struct {
+    const hx_step *step;
+    const float *q, *sinks;
+    float *out;
+    int64_t hq, window;
+    float scale, softcap;
+    hx_pool pool;
+    hx_turn turn;
+    uint8_t *packed;
+} hx_attend;
+
+typedef struct {
+    const int64_t *rows;
+    const float *logits;
+    int64_t vocab;
+    float *scratch; // [threads, 2 * vocab]
+    const float *temperature, *top_p, *min_p, *repetition, *presence, *frequency, *uniforms;
+    const int32_t *top_k, *forced, *history_start, *history_ids, *history_counts;
+    const int32_t *bias_start, *bias_ids;
+    const float *bias_values;
+    const uint32_t *mask;
+    int32_t *out;
+} hx_sample;
+
+struct ggml_tensor;
+typedef void hx_kernel(struct ggml_tensor *node, int ith, int nth, void *params);
+
+typedef struct {
+    const char *isa;
+    int64_t panel; // most rows of a panel
+    hx_kernel *pack_q8, *pack_f32, *linear, *norm, *gate, *angles, *store, *attend, *sample;
+} hx_table;
+
+// Panels: rows split evenly so that none is larger than `most`.
+static inline int64_t hx_panel_rows(int64_t rows, int64_t most) {
+    int64_t panels = (rows + most - 1) / most;
+    return panels ? (rows + panels - 1) / panels : 1;
+}
+
+int64_t hx_tile_bytes(int64_t format, int64_t k);

@@ -1,0 +1,96 @@
+"""Weights in the kernels' order, and giving the file's pages back afterwards."""
+
+from __future__ import annotations
+
+import ctypes as C
+import math
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from halogen_cpu_ggml.native import TILE, Kernels
+from halogen_cpu_ggml.weights import Part
+
+PAGE = mmap.PAGESIZE
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
+HUGE = 2 << 20
+_libc = C.CDLL(None, use_errno=True)
+
+
+@attrs.frozen(eq=False)
+class Tiles:
+    """A matrix [n, k] (or a stack of experts of it) as tiles of 16 output features."""
+
+    format: str
+    n: int
+    k: int
+    data: NDArray[np.uint8]
+
+    @property
+    def address(self) -> int:
+        return int(self.data.ctypes.data)
+
+
+def make_tiles(kernels: Kernels, part: Part, threads: int) -> Tiles:
+    """Lay a part out for the kernels, then let go of the file's pages that were read for it."""
+    experts = math.prod(part.shape[:-2])
+    n, k = part.outputs, part.inputs
+    count = -(-n // TILE)
+    per = count * kernels.tile_bytes(part.format, k)
+    data = huge_zeros(experts * per)
+    raw, rows = part.data.ctypes.data, part.data.nbytes // experts
+
+    def work(expert: int, span: range) -> None:
+        kernels.pack_tiles(
+            part.format, raw + expert * rows, (n, k), data.ctypes.data + expert * per, span
+        )
+
+    if threads == 1 or experts * per < HUGE:
+        for e in range(experts):
+            work(e, range(count))
+    else:
+        step = -(-count // threads)
+        with ThreadPoolExecutor(threads) as pool:
+            spans = [range(i, min(i + step, count)) for i in range(0, count, step)]
+            list(pool.map(lambda job: work(*job), [(e, s) for e in range(experts) for s in spans]))
+    release_file_pages(part.data)
+    return Tiles(part.format, n, k, data)
+
+
+def huge_zeros(nbytes: int) -> NDArray[np.uint8]:
+    """Zeroed bytes that take memory when touched, in huge pages where the system gives them."""
+    align = HUGE if nbytes >= 2 * HUGE else 64
+    raw = np.zeros(nbytes + align, np.uint8)
+    start = -raw.ctypes.data % align
+    out = raw[start : start + nbytes]
+    if align == HUGE:
+        _libc.madvise(C.c_void_p(out.ctypes.data), C.c_size_t(nbytes), MADV_HUGEPAGE)
+    return out
+
+
+def release_file_pages(data: NDArray[np.uint8]) -> None:
+    """Drop resident pages of `data` if they are clean pages of a private file mapping.
+
+    They come back from the page cache when read again; anonymous memory is left alone.
+    """
+    first = -(-data.ctypes.data // PAGE) * PAGE
+    last = (data.ctypes.data + data.nbytes) // PAGE * PAGE
+    if last > first and is_file_mapping(first, last):
+        _libc.madvise(C.c_void_p(first), C.c_size_t(last - first), MADV_DONTNEED)
+
+
+def is_file_mapping(first: int, last: int) -> bool:
+    """Whether first .. last lies in one mapping of a file, by /proc/self/maps."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            for line in lines:
+                span, _, _, _, inode, *_ = line.split(maxsplit=5)
+                low, high = (int(x, 16) for x in span.split("-"))
+                if low <= first < high:
+                    return last <= high and int(inode) != 0
+    except OSError:
+        pass
+    return False
