@@ -27,7 +27,7 @@ def probe(context: ProbeContext, run: Run | None = None) -> ProbeResult:
     except HalogenError as exc:
         reason = Reason(code=exc.code, text=exc.message, hint=exc.fix or "")
         return ProbeResult(score=0, reasons=(reason,))
-    count, reasons = count_devices(run or _ask_torch_npu)
+    count, reasons = count_devices(run or ask_torch_npu)
     if choice.index >= count:
         return ProbeResult(score=0, reasons=reasons or (_absent(choice.index, count),))
     devices = tuple(DeviceInfo(id=f"ascend:{i}", name="Ascend NPU") for i in range(count))
@@ -46,7 +46,8 @@ def count_devices(run: Run) -> tuple[int, tuple[Reason, ...]]:
     return 0, (Reason(code="HRT-7110", text=finding.cause, hint=finding.fix),)
 
 
-def _ask_torch_npu() -> subprocess.CompletedProcess[str]:
+def ask_torch_npu() -> subprocess.CompletedProcess[str]:
+    """Import torch_npu in a process of its own and let it count."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     return subprocess.run(
         [sys.executable, "-c", _QUESTION],
