@@ -1,4 +1,13 @@
 """What backends are asked, a module per topic; each has `cases()`."""
 
-TOPICS = ("registration", "elementwise", "matmul", "attending", "sampling")
+TOPICS = (
+    "registration",
+    "elementwise",
+    "matmul",
+    "attending",
+    "sampling",
+    "kv",
+    "memory",
+    "model",
+)
 """Modules of this package, in running order within a level."""

@@ -1,0 +1,356 @@
+"""L2: arrays, weights and memory: what is promised is there, what is dropped comes back."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+
+from halogen_conformance.bench import Bench, refuses, same_bits
+from halogen_conformance.case import Case, Failure
+from halogen_conformance.cases.kv import default_spec
+from halogen_conformance.oracle import formats
+from halogen_conformance.oracle.numbers import EPSILON, round_to
+from halogen_conformance.steps import arrange, batch_of, random_blocks, spans
+from halogen_core.spi import (
+    FORMATS,
+    HalogenError,
+    MemoryRequest,
+    OutOfMemory,
+    QuantTensor,
+    WeightRole,
+)
+
+CYCLES = 1000
+LEAK_BYTES = 4 << 20
+"""Growth over all cycles that is still noise; a cycle's arrays are 100 KiB and more."""
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for form in FORMATS:
+        for role in ("linear", "experts", "embedding"):
+            run = partial(unpack, form=form, role=WeightRole(role))
+            why = "packing loses or reorders values"
+            yield _case(f"weights/{form}-{role}", run, why, topic="weights", column=form)
+    checks: dict[str, tuple[Any, str]] = {
+        "weights/parts": (parts, "fused parts stacked in another order"),
+        "weights/damaged": (damaged, "a tensor with too few bytes is read beyond its end"),
+        "arrays/round-trip": (arrays, "dtype, shape or order lost on the way to the device"),
+        "arrays/copies": (array_copies, "an upload or download that shares memory with the caller"),
+        "arrays/step": (step_arrays, "a step's arrays that differ from the host batch"),
+        "arrays/threads": (other_thread, "a device context bound to the thread that opened it"),
+        "tiers/honest": (tiers, "more memory than the machine has, or counted twice"),
+        "plan/exact": (plan_exact, "an exact pool that is exceeded"),
+        "plan/limits": (plan_limits, "max_blocks or host_reserve ignored"),
+        "plan/allocatable": (plan_allocatable, "a plan that cannot be allocated as it stands"),
+        "plan/impossible": (plan_impossible, "a plan for more than there is"),
+        "out-of-memory/recovers": (recovers, "out of memory is untyped, or ruins the backend"),
+        "leaks/cycles": (leaks, "arrays, pools or weights that are never given back"),
+        "closing/twice": (closing, "close that may not be repeated, or reopening that fails"),
+        "telemetry/numbers": (telemetry, "counters that are not numbers"),
+        "advice/cost": (cost, "a cost model that answers nonsense once it has seen steps"),
+    }
+    for name, (run, why) in checks.items():
+        yield _case(name, run, why, topic=name.partition("/")[0])
+
+
+def _case(name: str, run: Any, why: str, *, topic: str, column: str = "") -> Case:
+    return Case(id=f"L2/{name}", topic=topic, why=why, run=run, column=column, timeout_s=120)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def unpack(bench: Bench, *, form: str, role: WeightRole) -> None:
+    claimed = bench.capabilities.weight_formats
+    bench.require(not claimed or form in claimed, f"weight_formats:{form}")
+    shape = (3, 8, 256) if role is WeightRole.EXPERTS else (24, 256)
+    tensor = formats.random_tensor(bench.rng, shape, form)
+    packed = bench.weight(tensor, role=role)
+    if tuple(packed.shape) != shape or packed.role is not role:
+        raise Failure(f"packed as {packed.role}{packed.shape}, expected {role}{shape}")
+    if packed.nbytes < tensor.data.nbytes // 2:
+        raise Failure(f"nbytes is {packed.nbytes}, the stored tensor has {tensor.data.nbytes}")
+    values = formats.values_of(tensor)
+    got = bench.download(packed_values(bench, packed))
+    if got.shape != shape:
+        raise Failure(f"unpacked shape is {got.shape}, expected {shape}")
+    error = np.abs(got - values)
+    allowed = np.abs(round_to(values, bench.dtype)) * EPSILON[bench.dtype] * 2 + 1e-7
+    if (error > allowed).any():
+        raise Failure(f"unpacked values are off by up to {error.max():.3g}")
+
+
+def packed_values(bench: Bench, packed: Any) -> Any:
+    """`unpack` gives host values; keep `download`'s checks by way of a float32 array."""
+    values = bench.backend.unpack(packed)
+    if values.dtype != np.float32:
+        raise Failure(f"unpack gave {values.dtype}, expected float32")
+    return bench.backend.upload(values)
+
+
+def parts(bench: Bench) -> None:
+    tensors = [formats.random_tensor(bench.rng, (n, 64), "F32") for n in (48, 16, 8)]
+    packed = bench.weight(*tensors)
+    if tuple(packed.parts) != (48, 16, 8) or tuple(packed.shape) != (72, 64):
+        raise Failure(f"parts are {packed.parts} of {packed.shape}")
+    truth = np.concatenate([formats.values_of(t) for t in tensors])
+    got = bench.backend.unpack(packed)
+    same_bits(round_to(got, bench.dtype), round_to(truth, bench.dtype), "stacked parts")
+
+
+def damaged(bench: Bench) -> None:
+    whole = formats.random_tensor(bench.rng, (8, 64), "Q8_0")
+    for data in (whole.data[:-1], whole.data[: len(whole.data) // 2]):
+        tensor = QuantTensor(format="Q8_0", shape=(8, 64), data=data, name="damaged")
+        refuses(lambda tensor=tensor: bench.weight(tensor), HalogenError)
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def arrays(bench: Bench) -> None:
+    backend, rng = bench.backend, bench.rng
+    for kind in (np.int32, np.int64, np.uint32, np.float32, np.uint8):
+        for shape in ((0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)):
+            host = (rng.standard_normal(shape) * 100).astype(np.int32).astype(kind)
+            got = backend.download(backend.upload(host))
+            if got.dtype != kind:
+                raise Failure(f"{np.dtype(kind)} comes back as {got.dtype}")
+            same_bits(got, host, f"{np.dtype(kind)}{shape}")
+    wide = rng.standard_normal((6, 8)).astype(np.float32)
+    for name, view in {
+        "strided": wide[::2, 1::3],
+        "reversed": wide[::-1, ::-1],
+        "transposed": wide.T,
+        "offset": wide[1:, 3:],
+    }.items():
+        same_bits(backend.download(backend.upload(view)), view, f"a {name} host view")
+
+
+def array_copies(bench: Bench) -> None:
+    backend = bench.backend
+    host = np.arange(12, dtype=np.float32)
+    device = backend.upload(host)
+    host[:] = -1
+    backend.synchronize()
+    expected = np.arange(12, dtype=np.float32)
+    same_bits(backend.download(device), expected, "after the caller wrote to its array")
+    backend.download(device)[:] = 7
+    same_bits(backend.download(device), expected, "after the caller wrote to a download")
+
+
+def step_arrays(bench: Bench) -> None:
+    plan = arrange(bench.rng, spans((20, 3), (7, 7), (33, 1)), 16)
+    batch = batch_of(plan, token_ids=bench.rng.integers(0, 99, 11))
+    meta = bench.step(batch)
+    if meta.host is not batch:
+        raise Failure("the step's host batch is not the one given")
+    for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "logit_rows"):
+        got = bench.backend.download(getattr(meta, name))
+        same_bits(got.astype(np.int64), getattr(batch, name).astype(np.int64), name)
+
+
+def other_thread(bench: Bench) -> None:
+    x = bench.draw(3, 32)
+    weight = bench.weight(bench.draw(16, 32))
+    here = bench.download(bench.backend.ops.linear(bench.activation(x), weight))
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(bench.download(bench.backend.ops.linear(bench.activation(x), weight)))
+        except Exception as exc:
+            found.append(exc)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise Failure(f"the same call in another thread raised {found[0]!r}") from found[0]
+    bench.compare(found[0], here, here, what="in another thread", length=32, op="linear")
+
+
+# ---------------------------------------------------------------- tiers and plans
+
+
+def tiers(bench: Bench) -> None:
+    found = bench.backend.memory()
+    machine = psutil.virtual_memory().total
+    if not found:
+        raise Failure("no memory tier at all")
+    for tier in found:
+        if not 0 <= tier.free <= tier.total or not 0 <= tier.reclaimable <= tier.free:
+            raise Failure(
+                f"{tier.name}: {tier.free} free, {tier.reclaimable} reclaimable of {tier.total}"
+            )
+        if tier.granule < 1 or not tier.source:
+            raise Failure(f"{tier.name}: granule {tier.granule}, source `{tier.source}`")
+        if (tier.shared_with_host or tier.name == "host") and tier.total > machine:
+            raise Failure(f"{tier.name}: {tier.total} bytes in all, the machine has {machine}")
+        if tier.bandwidth is not None and not 1e8 < tier.bandwidth < 1e14:
+            raise Failure(f"{tier.name}: bandwidth {tier.bandwidth} bytes/s is not believable")
+
+
+def _request(bench: Bench, **more: Any) -> MemoryRequest:
+    layout = bench.backend.kv_layout(default_spec(bench))
+    return MemoryRequest(
+        **{"static_bytes": 1 << 20, "temp_bytes": 1 << 20, "kv_layout": layout, **more}
+    )
+
+
+def plan_exact(bench: Bench) -> None:
+    request = _request(bench, kv_bytes=6 << 20)
+    plan = bench.backend.plan(request)
+    pools = {pool.name: pool for pool in plan.pools}
+    need = plan.num_blocks * request.kv_layout.bytes_per_block
+    if not 0 < need <= pools["dynamic"].bytes <= 6 << 20:
+        raise Failure(f"{plan.num_blocks} blocks, dynamic pool {pools['dynamic'].bytes} of 6 MiB")
+    missing = {"static", "dynamic", "temp"} - set(pools)
+    if missing or not plan.reasons:
+        raise Failure(f"the plan lacks {missing or 'its reasons'}")
+    names = {tier.name for tier in bench.backend.memory()}
+    if strange := {p.tier for p in plan.pools} - names:
+        raise Failure(f"pools on tiers {strange}, there are {names}")
+
+
+def plan_limits(bench: Bench) -> None:
+    plan = bench.backend.plan(_request(bench, kv_bytes=6 << 20, max_blocks=5))
+    if plan.num_blocks != 5:
+        raise Failure(f"max_blocks is 5, the plan has {plan.num_blocks}")
+    before = {tier.name: tier.free for tier in bench.backend.memory()}
+    reserve = max(before.values()) // 2
+    plan = bench.backend.plan(_request(bench, host_reserve=reserve))
+    used: dict[str, int] = {}
+    for pool in plan.pools:
+        used[pool.tier] = used.get(pool.tier, 0) + pool.bytes
+    for tier in bench.backend.memory():
+        kept = reserve if tier.shared_with_host else 0
+        if used.get(tier.name, 0) + kept > max(tier.free, before[tier.name]) * 1.02:
+            raise Failure(
+                f"{tier.name}: {used[tier.name]} planned and {kept} reserved of {tier.free}"
+            )
+
+
+def plan_allocatable(bench: Bench) -> None:
+    request = _request(bench, kv_bytes=48 << 20)
+    plan = bench.backend.plan(request)
+    kv = bench.backend.kv_alloc(request.kv_layout, plan.num_blocks)
+    last = [0, plan.num_blocks - 1]
+    blocks = random_blocks(bench.rng, request.kv_layout.spec, 2)
+    bench.backend.kv_import(kv, last, blocks)
+    same_bits(bench.backend.kv_export(kv, last).data, blocks.data, "first and last planned block")
+    if kv.num_blocks != plan.num_blocks:
+        raise Failure(f"planned {plan.num_blocks} blocks, allocated {kv.num_blocks}")
+
+
+def plan_impossible(bench: Bench) -> None:
+    largest = max(tier.total for tier in bench.backend.memory())
+    for more in (
+        {"static_bytes": 2 * largest},
+        {"kv_bytes": 2 * largest},
+        {"min_blocks": 1 << 50},
+        {"host_reserve": 4 * largest},
+    ):
+        message = refuses(
+            lambda more=more: bench.backend.plan(_request(bench, **more)), OutOfMemory
+        )
+        if not any(c.isdigit() for c in message):
+            raise Failure(f"out of memory without numbers: {message}")
+
+
+def recovers(bench: Bench) -> None:
+    backend = bench.backend
+    layout = backend.kv_layout(default_spec(bench))
+    blocks = (1 << 52) // layout.bytes_per_block
+    refuses(lambda: backend.kv_alloc(layout, blocks), OutOfMemory)
+    kv = backend.kv_alloc(layout, 4)
+    data = random_blocks(bench.rng, layout.spec, 4)
+    backend.kv_import(kv, range(4), data)
+    same_bits(backend.kv_export(kv, range(4)).data, data.data, "a pool after out of memory")
+
+
+# ---------------------------------------------------------------- life
+
+
+def leaks(bench: Bench) -> None:
+    """1,000 cycles of everything that is made and dropped; memory and objects must not grow."""
+    process = psutil.Process()
+    for _ in range(CYCLES // 10):
+        _cycle(bench)
+    gc.collect()
+    began, objects = process.memory_info().rss, len(gc.get_objects())
+    free = sum(tier.free for tier in bench.backend.memory() if not tier.shared_with_host)
+    for _ in range(CYCLES):
+        _cycle(bench)
+    gc.collect()
+    grown = process.memory_info().rss - began
+    more = len(gc.get_objects()) - objects
+    lost = free - sum(t.free for t in bench.backend.memory() if not t.shared_with_host)
+    bench.facts |= {
+        "host_bytes_per_cycle": grown / CYCLES,
+        "device_bytes_per_cycle": lost / CYCLES,
+        "objects_per_cycle": more / CYCLES,
+    }
+    if grown > LEAK_BYTES or lost > LEAK_BYTES or more > CYCLES // 2:
+        raise Failure(
+            f"{CYCLES} cycles cost {grown >> 10} KiB of the host, {lost >> 10} KiB of the device "
+            f"and {more} objects"
+        )
+
+
+def _cycle(bench: Bench) -> None:
+    backend, spec = bench.backend, default_spec(bench)
+    kv = backend.kv_alloc(backend.kv_layout(spec), 2)
+    one = np.ones((16, 64), np.float32)
+    weight = bench.weight(np.ones((64, 64)))
+    plan = arrange(bench.rng, spans((5, 2)), spec.block_size, spare=0)
+    backend.upload_step(batch_of(plan))
+    backend.download(backend.ops.linear(backend.upload(one), weight))
+    backend.kv_copy(kv, [(0, 1)])
+
+
+def closing(bench: Bench) -> None:
+    assert bench.reopen is not None
+    for _ in range(2):
+        backend = bench.reopen()
+        backend.download(backend.upload(np.ones(4, np.float32)))
+        backend.close()
+        backend.close()
+    x = bench.draw(2, 32)
+    weight = bench.draw(8, 32)
+    got = bench.download(bench.backend.ops.linear(bench.activation(x), bench.weight(weight)))
+    bench.compare(got, x @ weight.T, x @ weight.T, what="after others were closed", op="linear")
+
+
+def telemetry(bench: Bench) -> None:
+    counted = bench.backend.counters()
+    for name, value in {**counted.counters, **counted.gauges}.items():
+        if not name or not math.isfinite(value):
+            raise Failure(f"`{name}` is {value}")
+
+
+def cost(bench: Bench) -> None:
+    from halogen_core.spi import StepShape
+
+    def shape(prefill: int, decode: int, kv: int) -> StepShape:
+        return StepShape(prefill_tokens=prefill, decode_sequences=decode, kv_tokens=kv)
+
+    for i in range(40):
+        tokens = 8 * (1 + i % 8)
+        bench.backend.observe(shape(tokens, i % 5, 50 * (i % 7)), 1e-3 + 1e-5 * tokens)
+    answer = bench.backend.cost(shape(32, 2, 100))
+    if answer is None:
+        return
+    if not 0 < answer.p50 <= answer.p95 < 10:
+        raise Failure(f"after steps of 1 to 2 ms the cost is {answer}")
+    more = bench.backend.cost(shape(512, 2, 100))
+    if more is not None and more.p50 < answer.p50:
+        raise Failure("a longer prompt is predicted to be faster")

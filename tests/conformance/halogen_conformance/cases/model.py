@@ -1,0 +1,415 @@
+"""L3: whole tiny models against the oracle's teacher-forced logits, however a step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import attrs
+import numpy as np
+
+from halogen_conformance.bench import Bench, same_bits
+from halogen_conformance.case import Case, Failure, Opening
+from halogen_conformance.cases.attending import KV_DTYPES
+from halogen_conformance.oracle.decoder import OracleDecoder
+from halogen_conformance.oracle.numbers import Arithmetic, Values
+from halogen_conformance.oracle.operations import log_softmax
+from halogen_conformance.oracle.sampling import Policy
+from halogen_conformance.steps import Plan, batch_of, pool, sampling_batch, spans
+from halogen_core.models import Decoder, config_of, kv_spec
+from halogen_core.spi import FORMATS, Checkpoint, KVCache, SamplingBatch, StepBatch
+from halogen_core.spi.testing import TINY_MODELS, tiny_checkpoint
+
+LENGTH = 37
+WIDE = {"hidden": 256, "inner": 256, "layers": 1}
+"""Rows long enough for every block format."""
+GREEDY_MARGIN = 0.02
+"""Tokens are compared only where the oracle's best two logits are further apart."""
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for model in TINY_MODELS:
+        for name, run, why in (
+            ("whole", whole, "any error of composition: order of norms, residuals, ropes"),
+            ("chunked", chunked, "a chunk's positions or history are shifted"),
+            ("decoded", decoded, "decode takes another path than prefill and differs"),
+        ):
+            yield _case(f"{name}/{model}", partial(run, model=model), why, model)
+    for form in FORMATS:
+        run = partial(whole, model="llama", quant=form)
+        yield _case(f"formats/{form}", run, "a weight format that is wrong inside a model", form)
+        if form in ("Q8_0", "Q4_K"):
+            run = partial(whole, model="llama-moe", quant=form)
+            yield _case(f"formats/moe-{form}", run, "experts of a quantised model", form)
+    for dtype in KV_DTYPES:
+        run = partial(stored, dtype=dtype)
+        yield _case(f"kv/{dtype}", run, "a cache dtype that loses more than it may", dtype)
+    checks = {
+        "cached/prefix": (cached, "a cached prefix that answers differently from a cold one"),
+        "cached/moved": (moved, "a cache that was exported and imported answers differently"),
+        "batch/many-is-one": (many, "sequences in one step that reach each other"),
+        "batch/padding": (idle, "idle sequences and wide tables that change the others"),
+        "greedy/tokens": (greedy, "the runner's own steps, sampling included"),
+        "capture/equals-eager": (captured, "a captured step that replays old inputs"),
+    }
+    for name, (run, why) in checks.items():
+        yield _case(name, run, why, "llama")
+    for name, run in {
+        "invariant/chunks": invariant_chunks,
+        "invariant/company": invariant_company,
+    }.items():
+        yield _case(name, run, "claimed batch invariance that does not hold", "llama", True)
+    yield Case(
+        id="L3/ranks/two-is-one",
+        topic="ranks",
+        why="collectives are claimed that this SPI cannot call",
+        run=ranks,
+    )
+
+
+def _case(name: str, run: Any, why: str, column: str, deterministic: bool = False) -> Case:
+    return Case(
+        id=f"L3/{name}",
+        topic="model",
+        why=why,
+        run=run,
+        column=column,
+        opening=Opening(deterministic=deterministic),
+    )
+
+
+# ---------------------------------------------------------------- a model on the bench
+
+
+@attrs.frozen(kw_only=True)
+class Model:
+    """A tiny model on the backend under test, with a pool of its own."""
+
+    bench: Bench
+    checkpoint: Checkpoint
+    decoder: Decoder[Any]
+    kv: KVCache
+    block_size: int
+    dtype: str
+
+    def logits(self, batch: StepBatch) -> Values:
+        """[R, V] of one step."""
+        backend = self.bench.backend
+        array = self.decoder.logits(backend.ops, backend.upload_step(batch), self.kv)
+        return self.bench.download(array)
+
+    def check(self, got: Values, tokens: Values, rows: Any, what: str) -> None:
+        """Judge logits at positions `rows` of a sequence."""
+        truth = oracle_logits(self.checkpoint, tokens, "f64")[rows]
+        own = oracle_logits(self.checkpoint, tokens, self.bench.dtype, self.dtype)[rows]
+        length = len(self.decoder.config.layers) * self.decoder.config.hidden_size
+        quantised = any(
+            self.checkpoint.tensor(n).format not in ("F32", "F16", "BF16")
+            for n in self.checkpoint.names()
+        )
+        self.bench.compare(
+            got, truth, own, what=what, length=length, quantised=quantised, op="model"
+        )
+        self._record(got, truth)
+
+    def _record(self, got: Values, truth: Values) -> None:
+        """Divergence of the distributions, for people."""
+        p, q = log_softmax(truth), log_softmax(np.asarray(got, np.float64))
+        kl = float((np.exp(p) * (p - q)).sum(-1).max(initial=0))
+        facts = self.bench.facts
+        facts["kl"] = max(kl, facts.get("kl", 0.0))
+        agree = float(np.mean(truth.argmax(-1) == got.argmax(-1))) if len(truth) else 1.0
+        facts["top1"] = min(agree, facts.get("top1", 1.0))
+
+
+_ORACLES: dict[tuple[str, str, str], OracleDecoder] = {}
+
+
+def oracle_logits(checkpoint: Checkpoint, tokens: Values, dtype: str, kv_dtype: str = "") -> Values:
+    """Of every position; computed once for the same question."""
+    key = (checkpoint.content_id, dtype, kv_dtype)
+    if key not in _ORACLES:
+        _ORACLES[key] = OracleDecoder(checkpoint=checkpoint, a=Arithmetic(dtype), kv_dtype=kv_dtype)
+    return _cached_logits(key, tokens.tobytes())
+
+
+@cache
+def _cached_logits(key: tuple[str, str, str], raw: bytes) -> Values:
+    return _ORACLES[key].logits(np.frombuffer(raw, np.int64))
+
+
+@cache
+def _checkpoint(model: str, quant: str | None) -> Checkpoint:
+    more: dict[str, Any] = WIDE if quant else {}
+    return tiny_checkpoint(model, seed=5, quant=quant, **more)
+
+
+def place(
+    bench: Bench,
+    model: str,
+    *,
+    quant: str | None = None,
+    dtype: str | None = None,
+    blocks: int = 24,
+) -> Model:
+    """Load a tiny model and allocate a pool for it."""
+    claims = bench.capabilities
+    bench.require(
+        quant is None or not claims.weight_formats or quant in claims.weight_formats,
+        f"weight_formats:{quant}",
+    )
+    checkpoint = _checkpoint(model, quant)
+    config = config_of(checkpoint)
+    decoder = Decoder.load(config, checkpoint, bench.backend)
+    kind = dtype or ("f32" if "f32" in claims.kv_dtypes else claims.kv_dtypes[0])
+    size = 8 if 8 in claims.kv_block_sizes else claims.kv_block_sizes[0]
+    kv = pool(bench, kv_spec(config, dtype=kind, block_size=size), blocks)
+    return Model(
+        bench=bench, checkpoint=checkpoint, decoder=decoder, kv=kv, block_size=size, dtype=kind
+    )
+
+
+def _tokens(bench: Bench, count: int = LENGTH, vocab: int = 97) -> Values:
+    return bench.rng.integers(0, vocab, count).astype(np.int64)
+
+
+@attrs.define(kw_only=True)
+class Sequence_:
+    """Tokens and the blocks they live in."""
+
+    tokens: Values
+    table: list[int]
+
+
+def sequences(model: Model, *tokens: Values) -> list[Sequence_]:
+    """Each with shuffled blocks of its own."""
+    free = model.bench.rng.permutation(model.kv.num_blocks).tolist()
+    out = []
+    for ids in tokens:
+        count = -(-len(ids) // model.block_size)
+        out.append(Sequence_(tokens=ids, table=[int(free.pop()) for _ in range(count)]))
+    return out
+
+
+def step(
+    model: Model,
+    parts: Sequence[tuple[Sequence_, int, int]],
+    *,
+    every: bool = True,
+    sampling: SamplingBatch | None = None,
+    extra_columns: int = 1,
+) -> StepBatch:
+    """A step over (sequence, start, end) parts; logits of every row, or of each last one."""
+    width = max(len(s.table) for s, _, _ in parts) + extra_columns
+    tables = np.full((len(parts), width), -1, np.int32)
+    for row, (sequence, _, end) in zip(tables, parts, strict=True):
+        used = -(-end // model.block_size)
+        row[:used] = sequence.table[:used]
+    plan = Plan(
+        spans=spans(*((end, end - start) for _, start, end in parts)),
+        block_size=model.block_size,
+        tables=tables,
+        num_blocks=model.kv.num_blocks,
+    )
+    ids = np.concatenate([s.tokens[start:end] for s, start, end in parts])
+    rows = np.arange(len(ids), dtype=np.int32) if every else None
+    count = len(ids) if every else sum(end > start for _, start, end in parts)
+    batch = sampling or sampling_batch([Policy()] * count, 97)
+    return batch_of(plan, token_ids=ids, logit_rows=rows, sampling=batch)
+
+
+# ---------------------------------------------------------------- cases
+
+
+def whole(bench: Bench, *, model: str, quant: str | None = None) -> None:
+    placed = place(bench, model, quant=quant)
+    tokens = _tokens(bench)
+    (sequence,) = sequences(placed, tokens)
+    got = placed.logits(step(placed, [(sequence, 0, LENGTH)]))
+    placed.check(got, tokens, slice(None), "all positions")
+    # the last row alone takes the shorter way after the last attention
+    (again,) = sequences(placed, tokens)
+    last = placed.logits(step(placed, [(again, 0, LENGTH)], every=False))
+    placed.check(last, tokens, slice(LENGTH - 1, None), "last position")
+
+
+def stored(bench: Bench, *, dtype: str) -> None:
+    name = "qwen3" if dtype != "q8_0" else "llama"
+    if dtype == "q8_0":
+        bench.require("q8_0" in bench.capabilities.kv_dtypes, "kv_dtypes:q8_0")
+        placed = _wide_heads(bench)
+    else:
+        placed = place(bench, name, dtype=dtype)
+    tokens = _tokens(bench)
+    (sequence,) = sequences(placed, tokens)
+    parts = [placed.logits(step(placed, [(sequence, a, b)])) for a, b in ((0, 20), (20, LENGTH))]
+    placed.check(np.concatenate(parts), tokens, slice(None), f"with a cache of {dtype}")
+
+
+def _wide_heads(bench: Bench) -> Model:
+    """q8_0 needs head dims that are multiples of 32."""
+    checkpoint = tiny_checkpoint("llama", seed=5, head_dim=32)
+    config = config_of(checkpoint)
+    size = bench.capabilities.kv_block_sizes[0]
+    kv = pool(bench, kv_spec(config, dtype="q8_0", block_size=size), 16)
+    decoder = Decoder.load(config, checkpoint, bench.backend)
+    return Model(
+        bench=bench, checkpoint=checkpoint, decoder=decoder, kv=kv, block_size=size, dtype="q8_0"
+    )
+
+
+def chunked(bench: Bench, *, model: str) -> None:
+    placed = place(bench, model)
+    tokens = _tokens(bench)
+    (sequence,) = sequences(placed, tokens)
+    cuts = (0, 1, 8, 15, 16, 29, LENGTH)
+    parts = [
+        placed.logits(step(placed, [(sequence, a, b)]))
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+    placed.check(np.concatenate(parts), tokens, slice(None), "in chunks")
+
+
+def decoded(bench: Bench, *, model: str) -> None:
+    placed = place(bench, model)
+    tokens = _tokens(bench)
+    (sequence,) = sequences(placed, tokens)
+    parts = [placed.logits(step(placed, [(sequence, 0, 6)]))]
+    parts += [placed.logits(step(placed, [(sequence, i, i + 1)])) for i in range(6, LENGTH)]
+    placed.check(np.concatenate(parts), tokens, slice(None), "one by one")
+
+
+def cached(bench: Bench) -> None:
+    placed = place(bench, "llama")
+    tokens = _tokens(bench)
+    other = np.concatenate([tokens[:16], _tokens(bench, LENGTH - 16)])
+    first, second = sequences(placed, tokens, other)
+    placed.logits(step(placed, [(first, 0, LENGTH)]))
+    shared = 16 // placed.block_size
+    if not shared:
+        shared = 1
+        second.tokens[: placed.block_size] = tokens[: placed.block_size]
+    start = shared * placed.block_size
+    second.table[:shared] = first.table[:shared]
+    if start >= LENGTH:
+        return
+    warm = placed.logits(step(placed, [(second, start, LENGTH)]))
+    placed.check(warm, second.tokens, slice(start, None), "after a cached prefix")
+
+
+def moved(bench: Bench) -> None:
+    placed = place(bench, "llama")
+    tokens = _tokens(bench)
+    (sequence,) = sequences(placed, tokens)
+    placed.logits(step(placed, [(sequence, 0, 24)]))
+    used = -(-24 // placed.block_size)
+    blocks = bench.backend.kv_export(placed.kv, sequence.table[:used])
+    free = [b for b in range(placed.kv.num_blocks) if b not in sequence.table]
+    bench.backend.kv_import(placed.kv, free[:used], blocks)
+    sequence.table[:used] = free[:used]
+    got = placed.logits(step(placed, [(sequence, 24, LENGTH)]))
+    placed.check(got, tokens, slice(24, None), "after moving its blocks")
+
+
+def many(bench: Bench) -> None:
+    placed = place(bench, "llama", blocks=48)
+    lengths = (LENGTH, 1, 9, 24, 17)
+    placed_sequences = sequences(placed, *(_tokens(bench, n) for n in lengths))
+    starts = (30, 0, 8, 10, 0)
+    for sequence, start in zip(placed_sequences, starts, strict=True):
+        if start:
+            placed.logits(step(placed, [(sequence, 0, start)]))
+    parts = [(s, start, n) for s, start, n in zip(placed_sequences, starts, lengths, strict=True)]
+    got = placed.logits(step(placed, parts))
+    at = 0
+    for index, (sequence, start, end) in enumerate(parts):
+        rows = got[at : at + end - start]
+        placed.check(rows, sequence.tokens, slice(start, end), f"sequence {index} of 5")
+        at += end - start
+
+
+def idle(bench: Bench) -> None:
+    placed = place(bench, "llama", blocks=48)
+    one, two = sequences(placed, _tokens(bench), _tokens(bench, 12))
+    placed.logits(step(placed, [(two, 0, 12)]))
+    batch = step(placed, [(two, 12, 12), (one, 0, LENGTH)], extra_columns=9)
+    placed.check(placed.logits(batch), one.tokens, slice(None), "beside an idle sequence")
+
+
+def greedy(bench: Bench) -> None:
+    placed = place(bench, "qwen3")
+    backend, tokens = bench.backend, _tokens(bench, 8)
+    whole_table = sequences(placed, np.zeros(40, np.int64))[0].table
+    for position in range(8, 32):
+        sequence = Sequence_(tokens=tokens, table=whole_table)
+        start = 0 if position == 8 else position - 1
+        batch = step(placed, [(sequence, start, position)], every=False)
+        meta = backend.upload_step(batch)
+        sampled = placed.decoder.step(backend.ops, meta, placed.kv)
+        token = int(bench.download(sampled.token_ids)[0])
+        truth = oracle_logits(placed.checkpoint, tokens, "f64")[-1]
+        best = np.sort(truth)[-2:]
+        if best[1] - best[0] > GREEDY_MARGIN and token != truth.argmax():
+            raise Failure(f"token {position} is {token}, the oracle's {truth.argmax()}")
+        tokens = np.append(tokens, token)
+
+
+def captured(bench: Bench) -> None:
+    placed = place(bench, "llama", blocks=48)
+    backend = bench.backend
+    pairs = sequences(placed, *(_tokens(bench) for _ in range(3)))
+    for sequence in pairs:
+        placed.logits(step(placed, [(sequence, 0, 20)]))
+
+    def batch(position: int) -> StepBatch:
+        parts = [(s, position, position + 1) for s in pairs]
+        return step(placed, parts, every=False)
+
+    key = backend.capture_key(batch(20))
+    if key is None:
+        if bench.capabilities.graph_capture:
+            raise Failure("`graph_capture` is claimed, but no key for a decode step of 3")
+        bench.require(False, "graph_capture")
+    run = partial(placed.decoder.step, backend.ops, kv=placed.kv)
+    replay = backend.capture(lambda meta: run(meta), batch(20))
+    if replay is None:
+        raise Failure("a capture key was given, but `capture` gave up")
+    for position in range(20, 30):
+        if backend.capture_key(batch(position)) != key:
+            continue
+        got = bench.download(replay(batch(position)).token_ids)
+        eager = bench.download(run(backend.upload_step(batch(position))).token_ids)
+        same_bits(got, eager, f"replayed tokens at position {position}")
+
+
+def invariant_chunks(bench: Bench) -> None:
+    bench.require(bench.capabilities.batch_invariant, "batch_invariant")
+    placed = place(bench, "llama")
+    tokens = _tokens(bench)
+    one, other = sequences(placed, tokens, tokens)
+    together = placed.logits(step(placed, [(one, 0, LENGTH)]))
+    cuts = (0, 3, 16, 17, LENGTH)
+    parts = [
+        placed.logits(step(placed, [(other, a, b)]))
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+    same_bits(np.concatenate(parts), together, "logits in chunks")
+
+
+def invariant_company(bench: Bench) -> None:
+    bench.require(bench.capabilities.batch_invariant, "batch_invariant")
+    placed = place(bench, "llama", blocks=48)
+    tokens = _tokens(bench)
+    alone, again, *others = sequences(placed, tokens, tokens, _tokens(bench, 9), _tokens(bench, 20))
+    expected = placed.logits(step(placed, [(alone, 0, LENGTH)]))
+    parts = [(others[0], 0, 9), (again, 0, LENGTH), (others[1], 0, 20)]
+    got = placed.logits(step(placed, parts))[9 : 9 + LENGTH]
+    same_bits(got, expected, "logits in company")
+
+
+def ranks(bench: Bench) -> None:
+    claimed = bench.capabilities.collectives
+    bench.require(bool(claimed), "collectives")
+    raise Failure(f"collectives {claimed} are claimed; SPI 1.0 has no collective calls to test")
