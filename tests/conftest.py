@@ -1,8 +1,11 @@
-"""The real models, fetched once per user as `halogen pull` does it."""
+"""The real models, fetched once per user as `halogen pull` does it, and llama.cpp to compare with."""
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 
 from halogen_core.cli.pull import pull_model
@@ -25,3 +28,23 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """Gemma 3 270M, Q4_K_M (mostly Q5_0 inside), a base model."""
     return pull_model("gemma3-270m", _models_dir())
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> Callable[[Path], httpx.Client]:
+    """llama.cpp (the prebuilt `xllamacpp`) serving a file, one server per file, one thread."""
+    import xllamacpp
+
+    servers = []
+
+    @cache
+    def serving(path: Path) -> httpx.Client:
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel = 1024, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.warmup, params.verbosity = False, -1
+        servers.append(xllamacpp.Server(params))
+        return httpx.Client(base_url=servers[-1].listening_address, timeout=120)
+
+    return serving

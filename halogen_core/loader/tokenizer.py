@@ -172,7 +172,7 @@ class Tokenizer:
     def _plain(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):
             # JSON may carry half a surrogate pair; UTF-8 cannot.
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             ids = self._core.encode(whole, add_special_tokens=False).ids
