@@ -96,6 +96,9 @@ class DeviceBuffer:
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("numpy.asarray", (self,), None)
 
+    def __dlpack_device__(self) -> NoReturn:
+        _refuse("from_dlpack", (self,), None)
+
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
         _refuse("from_dlpack", (self,), None)
 
