@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import attrs
+import msgspec
 
 from halogen_core.cli.assembly import Parts
 from halogen_core.engine.building import build_engine
@@ -80,7 +81,8 @@ class Session:
     @classmethod
     async def open(cls, parts: Parts, ask: Ask, system: str | None) -> Session:
         """Build the engine; call it inside the event loop that all answers use."""
-        engine = build_engine(parts.options)
+        alone = msgspec.structs.replace(parts.options, max_batch=1)  # no pool for others
+        engine = build_engine(alone)
         history = [{"role": "system", "content": system}] if system else []
         client = LocalEngine(engine, engine.info)
         return cls(engine=client, tokenizer=parts.tokenizer, ask=ask, history=history)

@@ -179,6 +179,8 @@ class ProcessEngine:
             try:
                 await self._pulse()
             except EngineUnavailable as exc:
+                if self._closing:
+                    return
                 log.error("engine hangs (%s): ending it", exc.message)
                 self._failure = exc
                 self._kill()

@@ -92,6 +92,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     blocks_active: int
     blocks_cached: int
+    blocks_pinned: int = 0
     counters: dict[str, float] = {}
     gauges: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Sampling policy on the host: what each row of a step asks of `Ops.sample`, and its random number."""
+"""Sampling policy on the host: what each row of a step asks of `Ops.sample`, and its number."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from concurrent.futures import Future
 import msgspec
 
 from halogen_core.engine import wire
-from halogen_core.engine.engine import Engine, build_engine
+from halogen_core.engine.building import build_engine
+from halogen_core.engine.engine import Engine
 from halogen_core.engine.loop import EngineLoop
 from halogen_core.engine.options import EngineOptions
 from halogen_core.errors import HalogenError

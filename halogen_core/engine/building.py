@@ -1,0 +1,192 @@
+"""From options to a working engine: plugin, device, model, memory plan, scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halogen_core.engine.engine import Engine
+from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.protocol import EngineInfo
+from halogen_core.engine.runner import Runner
+from halogen_core.errors import ConfigError
+from halogen_core.kv.block_pool import BlockPool
+from halogen_core.loader import open_model
+from halogen_core.models import Decoder, config_of, kv_spec
+from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, select
+from halogen_core.scheduler.config import SchedulerConfig
+from halogen_core.scheduler.scheduler import Scheduler
+from halogen_core.spi import (
+    Backend,
+    BackendOptions,
+    Checkpoint,
+    DecoderConfig,
+    KVCache,
+    KVLayout,
+    MemoryPlan,
+    MemoryRequest,
+)
+
+Progress = Callable[[int, int], None]
+
+FULL_LENGTH_SEQUENCES = 8
+"""Without an exact size, the KV pool holds at most so many sequences of full context: the rest of
+the memory is worth more to others on the same machine."""
+
+
+def build_engine(
+    options: EngineOptions, *, progress: Progress = lambda done, total: None
+) -> Engine:
+    """Open the backend, load the model and divide memory; raises what stands in the way."""
+    registry = PluginRegistry.discover(_plugin_options(options))
+    candidate = select(
+        registry,
+        options.backend,
+        device=options.device,
+        cache_dir=Path(options.cache_dir) if options.cache_dir else None,
+        environment=options.environment,
+    )
+    checkpoint = open_model(Path(options.model_path))
+    architectures = registry.collect("halogen_model_architectures")
+    config = config_of(checkpoint, [spec for _, spec in architectures])
+    backend = create_backend(candidate, _backend_options(options))
+    try:
+        return assemble_engine(options, backend, checkpoint, config, progress=progress)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def assemble_engine(
+    options: EngineOptions,
+    backend: Backend[Any],
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Engine:
+    """An engine over an open backend and checkpoint."""
+    context = _context(options, backend, config)
+    decoder = Decoder.load(config, checkpoint, backend, progress=progress)
+    layout = _kv_layout(options, backend, config)
+    plan = backend.plan(_memory_request(options, decoder, layout, context))
+    kv = backend.kv_alloc(layout, plan.num_blocks)
+    blocks = BlockPool(plan.num_blocks, layout.spec.block_size)
+    scheduler = Scheduler(_scheduler_config(options), blocks)
+    return Engine(
+        runner=Runner(backend, decoder, kv),
+        scheduler=scheduler,
+        blocks=blocks,
+        info=_info(options, backend, checkpoint, config, kv, plan, context),
+        end_token_ids=tuple(options.end_token_ids),
+    )
+
+
+def _plugin_options(options: EngineOptions) -> PluginOptions:
+    allow = options.plugins_allow
+    return PluginOptions(
+        allow=None if allow is None else frozenset(allow), block=frozenset(options.plugins_block)
+    )
+
+
+def _backend_options(options: EngineOptions) -> BackendOptions:
+    return BackendOptions(
+        device=options.device,
+        threads=options.threads,
+        deterministic=options.deterministic,
+        cache_dir=options.cache_dir,
+        extra=options.backend_options,
+    )
+
+
+def _context(options: EngineOptions, backend: Backend[Any], config: DecoderConfig) -> int:
+    own = backend.capabilities().max_context or config.context_length
+    most = min(own, config.context_length)
+    if options.max_context is not None and options.max_context > most:
+        raise ConfigError(
+            f"`max_context` is {options.max_context}; model and backend allow {most} tokens",
+            code="HRT-5033",
+            fix=f"set --max-context to at most {most}",
+        )
+    return options.max_context or most
+
+
+def _kv_layout(options: EngineOptions, backend: Backend[Any], config: DecoderConfig) -> KVLayout:
+    own = backend.capabilities()
+    spec = kv_spec(
+        config,
+        dtype=options.kv_dtype or own.kv_dtypes[0],
+        block_size=options.block_size or own.kv_block_sizes[0],
+    )
+    return backend.kv_layout(spec)
+
+
+def _memory_request(
+    options: EngineOptions, decoder: Decoder[Any], layout: KVLayout, context: int
+) -> MemoryRequest:
+    blocks_per_sequence = -(-context // layout.spec.block_size)
+    return MemoryRequest(
+        static_bytes=decoder.nbytes,
+        temp_bytes=_workspace_bytes(options, decoder.config),
+        kv_layout=layout,
+        kv_bytes=options.kv_bytes,
+        kv_ratio=options.kv_ratio,
+        host_reserve=options.host_reserve,
+        min_blocks=blocks_per_sequence,
+        max_blocks=blocks_per_sequence * min(options.max_batch, FULL_LENGTH_SEQUENCES),
+    )
+
+
+def _workspace_bytes(options: EngineOptions, config: DecoderConfig) -> int:
+    """Float32 activations of the largest step: widest tensors of a layer, and logits."""
+    spec = config.layers[0].attention
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    return 4 * (options.max_batch_tokens * row + 3 * options.max_batch * config.vocab_size)
+
+
+def _scheduler_config(options: EngineOptions) -> SchedulerConfig:
+    def seconds(milliseconds: float | None) -> float | None:
+        return None if milliseconds is None else milliseconds / 1e3
+
+    return SchedulerConfig(
+        max_batch=options.max_batch,
+        max_batch_tokens=options.max_batch_tokens,
+        max_queue=options.max_queue,
+        max_prompt_len=options.max_prompt_len,
+        max_decode_len=options.max_decode_len,
+        max_total_tokens=options.max_total_tokens,
+        tpot_target_s=seconds(options.tpot_target_ms),
+        min_window_s=options.min_batch_window_ms / 1e3,
+        max_window_s=options.max_batch_window_ms / 1e3,
+        prefill_timeout_s=seconds(options.prefill_timeout_ms),
+        long_prompt_tokens=options.long_prompt_tokens,
+    )
+
+
+def _info(
+    options: EngineOptions,
+    backend: Backend[Any],
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    kv: KVCache,
+    plan: MemoryPlan,
+    context: int,
+) -> EngineInfo:
+    own = backend.capabilities()
+    return EngineInfo(
+        model_id=options.model_id,
+        architecture=config.architecture,
+        model_path=options.model_path,
+        content_id=checkpoint.content_id,
+        vocab_size=config.vocab_size,
+        context_length=context,
+        backend=own.name,
+        device=own.device,
+        block_size=kv.layout.spec.block_size,
+        num_blocks=plan.num_blocks,
+        kv_dtype=kv.layout.spec.dtype,
+        placement={p.op: f"{p.level.value}: {p.implementation}" for p in backend.placement()},
+        reasons=list(plan.reasons),
+    )

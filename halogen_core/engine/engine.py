@@ -1,0 +1,296 @@
+"""The engine: takes requests, runs steps, gives tokens. One thread owns it (`EngineLoop`)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from halogen_core.engine.batch import BatchItem, Row, Step, build_step
+from halogen_core.engine.outputs import failed, logprobs_of, prompt_logprobs, refused
+from halogen_core.engine.protocol import (
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    Timings,
+    TokenLogprobs,
+    TokenOutput,
+)
+from halogen_core.engine.runner import Runner, StepResult
+from halogen_core.engine.sampler import RowSampler
+from halogen_core.errors import HalogenError, RequestError
+from halogen_core.kv.block_pool import BlockPool
+from halogen_core.scheduler.scheduler import Scheduler, StepPlan
+from halogen_core.scheduler.sequence import Sequence as KVSequence
+
+log = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class Generation:
+    """What the engine remembers of one request beside its sequence."""
+
+    request: GenerateRequest
+    sampler: RowSampler
+    end_tokens: frozenset[int]
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = attrs.field(factory=dict)
+    reported: bool = False
+
+
+@attrs.define(eq=False)
+class Engine:
+    """Continuous batching over one runner."""
+
+    runner: Runner[Any]
+    scheduler: Scheduler
+    blocks: BlockPool
+    info: EngineInfo
+    end_token_ids: tuple[int, ...]
+    clock: Callable[[], float] = time.monotonic
+    close_cache: Callable[[], None] = lambda: None
+    _ids: itertools.count[int] = attrs.field(factory=itertools.count)
+    _sequences: dict[str, KVSequence] = attrs.field(factory=dict)
+    _steps: int = 0
+    _wake: float | None = None
+    _counters: dict[str, float] = attrs.field(factory=dict)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def next_wake(self) -> float | None:
+        """Seconds until the scheduler wants to be asked again; None: now."""
+        if self._wake is None:
+            return None
+        return max(0.0, self._wake - self.clock())
+
+    def submit(self, request: GenerateRequest) -> list[TokenOutput]:
+        """Queue a request; a refusal comes back as its only output."""
+        now = self.clock()
+        try:
+            self._check(request)
+            sequence = self._sequence(request, now)
+            self.scheduler.add(sequence)
+        except HalogenError as exc:
+            return [refused(request, exc)]
+        self._sequences[request.request_id] = sequence
+        self._wake = None
+        return []
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its blocks; unknown ids are fine (it may just have ended)."""
+        if sequence := self._sequences.pop(request_id, None):
+            self.scheduler.abort(sequence.seq_id)
+            self._count("requests_cancelled", 1)
+
+    def step(self) -> list[TokenOutput]:
+        """Run one step and return what it brought."""
+        plan = self.scheduler.schedule(self.clock())
+        self._wake = plan.wait_until
+        if not plan.items:
+            return self._end_expired(plan)
+        if plan.copies:
+            self.runner.backend.kv_copy(self.runner.kv, plan.copies)
+        step = build_step(
+            [self._item(s, n, w) for s, n, w in _entries(plan)], self.blocks.block_size
+        )
+        result = self.runner.step(step.batch, step.shape)
+        self._steps += 1
+        self._count("prompt_tokens", step.shape.prefill_tokens)
+        return self._end_expired(plan) + self._take(plan, step, result)
+
+    def stats(self) -> EngineStats:
+        """Counts and gauges now."""
+        pool = self.blocks.stats()
+        telemetry = self.runner.backend.counters()
+        counters = {**telemetry.counters, **self.scheduler.counters(), **self._counters}
+        counters["steps_captured"] = self.runner.captured_steps
+        counters["steps_eager"] = self.runner.eager_steps
+        return EngineStats(
+            step=self._steps,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            blocks_total=pool.total,
+            blocks_free=pool.free,
+            blocks_active=pool.active,
+            blocks_cached=pool.cached,
+            blocks_pinned=pool.pinned,
+            counters=counters,
+            gauges={**telemetry.gauges, **self.scheduler.gauges()},
+        )
+
+    def close(self) -> None:
+        """Release the device."""
+        self.close_cache()
+        self.runner.close()
+
+    # -- one request
+
+    def _check(self, request: GenerateRequest) -> None:
+        prompt, context = len(request.prompt_token_ids), self.info.context_length
+        if not prompt:
+            raise RequestError("the prompt has no tokens", param="prompt", code="HRT-4003")
+        if prompt >= context:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; this model's context holds {context}, answer"
+                " included",
+                param="prompt",
+                code="HRT-4004",
+                fix="shorten the prompt or raise --max-context",
+            )
+        worst = max(request.prompt_token_ids), min(request.prompt_token_ids)
+        if worst[0] >= self.info.vocab_size or worst[1] < 0:
+            raise RequestError(
+                f"prompt holds a token outside 0 .. {self.info.vocab_size - 1}",
+                param="prompt",
+                code="HRT-4005",
+            )
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id `{request.request_id}` is in use", code="HRT-4002")
+
+    def _sequence(self, request: GenerateRequest, now: float) -> KVSequence:
+        ends = frozenset(() if request.ignore_eos else self.end_token_ids)
+        ends |= frozenset(request.stop_token_ids)
+        sampler = RowSampler.start(
+            request.sampling,
+            request.prompt_token_ids,
+            seed=secrets.randbits(64),
+            end_token_ids=ends,
+            min_tokens=request.min_tokens,
+            num_logprobs=request.num_logprobs,
+        )
+        prompt = list(request.prompt_token_ids)
+        return KVSequence(
+            seq_id=next(self._ids),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            max_new_tokens=min(request.max_tokens, self.info.context_length - len(prompt)),
+            salt=request.cache_salt.encode(),
+            priority=request.priority,
+            session=request.session,
+            arrival=now,
+            # log-probabilities of the prompt need its logits, which cached blocks do not have
+            use_prefix_cache=request.use_prefix_cache and not request.prompt_logprobs,
+            payload=Generation(request, sampler, ends, now),
+        )
+
+    def _item(self, sequence: KVSequence, count: int, samples: bool) -> BatchItem:
+        generation = _generation(sequence)
+        if generation.started is None:
+            generation.started = self.clock()
+        wants = generation.request.prompt_logprobs and not generation.reported
+        return BatchItem(
+            token_ids=sequence.token_ids,
+            start=sequence.num_computed_tokens,
+            count=count,
+            block_table=sequence.block_table,
+            sampler=generation.sampler,
+            samples=samples,
+            prompt_logprobs=sequence.num_prompt_tokens if wants else 0,
+        )
+
+    # -- one step's results
+
+    def _take(self, plan: StepPlan, step: Step, result: StepResult) -> list[TokenOutput]:
+        picked: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        for at, row in enumerate(step.rows):
+            sequence = plan.items[row.item].seq
+            logprobs = logprobs_of(result, at, _generation(sequence).request.num_logprobs)
+            if row.is_prompt:
+                self._keep_prompt_logprob(sequence, row, logprobs)
+            else:
+                picked[sequence.seq_id] = (int(result.token_ids[at]), logprobs)
+        broken = [i for i, (t, _) in picked.items() if not 0 <= t < self.info.vocab_size]
+        sampled = {i: [t] for i, (t, _) in picked.items() if i not in broken}
+        self.scheduler.update(plan, sampled, self.clock())
+        self._count("generation_tokens", len(sampled))
+        outputs = []
+        for item in plan.items:
+            if item.seq.seq_id in broken:
+                outputs.append(self._fail(item.seq, "HRT-3004", "the model's output is not finite"))
+            elif item.seq.seq_id in sampled:
+                outputs.append(self._output(item.seq, *picked[item.seq.seq_id]))
+        return outputs
+
+    def _output(
+        self, sequence: KVSequence, token: int, logprobs: TokenLogprobs | None
+    ) -> TokenOutput:
+        generation = _generation(sequence)
+        generation.sampler.record(token)
+        now = self.clock()
+        if generation.first_token is None:
+            generation.first_token = now
+        reason = None
+        if token in generation.end_tokens:
+            reason = "stop"
+        elif generation.sampler.num_generated >= sequence.max_new_tokens:
+            reason = "length"
+        if reason:
+            self._end(sequence)
+        output = TokenOutput(
+            request_id=generation.request.request_id,
+            token_ids=[token],
+            logprobs=[logprobs] if logprobs else [],
+            prompt_logprobs=self._prompt_logprobs(sequence, generation),
+            finish_reason=reason,
+            stop_token_id=token if reason == "stop" else None,
+            cached_tokens=sequence.num_cached_tokens,
+            timings=_timings(generation, now) if reason else None,
+        )
+        generation.reported = True
+        return output
+
+    def _prompt_logprobs(
+        self, sequence: KVSequence, generation: Generation
+    ) -> list[TokenLogprobs | None]:
+        if not generation.request.prompt_logprobs or generation.reported:
+            return []
+        return prompt_logprobs(generation.prompt_logprobs, sequence.num_prompt_tokens)
+
+    def _fail(self, sequence: KVSequence, code: str, text: str) -> TokenOutput:
+        self._end(sequence)
+        return failed(_generation(sequence).request, code, text)
+
+    def _end_expired(self, plan: StepPlan) -> list[TokenOutput]:
+        """Sequences the scheduler gave up (prefill timeouts), as error outputs."""
+        return [self._fail(seq, error.code, error.message) for seq, error in plan.expired]
+
+    def _end(self, sequence: KVSequence) -> None:
+        self.scheduler.finish(sequence)
+        self._sequences.pop(_generation(sequence).request.request_id, None)
+
+    def _keep_prompt_logprob(
+        self, sequence: KVSequence, row: Row, logprobs: TokenLogprobs | None
+    ) -> None:
+        if logprobs:
+            _generation(sequence).prompt_logprobs[row.position] = logprobs
+
+    def _count(self, name: str, amount: float) -> None:
+        self._counters[name] = self._counters.get(name, 0) + amount
+
+
+def _entries(plan: StepPlan) -> list[tuple[KVSequence, int, bool]]:
+    return [(item.seq, item.num_tokens, item.samples) for item in plan.items]
+
+
+def _generation(sequence: KVSequence) -> Generation:
+    assert isinstance(sequence.payload, Generation)
+    return sequence.payload
+
+
+def _timings(generation: Generation, now: float) -> Timings:
+    started = generation.started if generation.started is not None else now
+    first = generation.first_token if generation.first_token is not None else now
+    return Timings(
+        queued_s=started - generation.arrived,
+        ttft_s=first - generation.arrived,
+        total_s=now - generation.arrived,
+    )

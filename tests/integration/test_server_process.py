@@ -1,0 +1,342 @@
+"""`halogen serve` as users run it: a process, its engine's process, a real model, real signals."""
+
+import asyncio
+import json
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Say hello."}]
+FLAGS = ("--max-context", "512", "--pool-size", "64MiB", "--backend", "cpu_reference")
+
+
+class Served:
+    """A running `halogen serve`, its log and its processes."""
+
+    def __init__(self, model, *flags, cache_dir):
+        command = [sys.executable, "-m", "halogen_core.cli", "serve", "--model", str(model)]
+        command += ["--port", "0", "--threads", "2", "--cache-dir", str(cache_dir), *FLAGS, *flags]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self._found = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._found.get(timeout=120)
+        assert self.url, "".join(self.lines)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.search(r"serving .* on (http://\S+)", line):
+                self._found.put(match[1])
+        self._found.put(None)
+
+    @property
+    def worker(self):
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def status(self):
+        return self.client.get("/v1/status").json()
+
+    def chat(self, **fields):
+        return self.client.post(CHAT, json={"messages": HI, "max_tokens": 8} | fields)
+
+    def wait(self, condition, seconds=30.0):
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "".join(self.lines[-20:])
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def is_ready(self):
+        return self.client.get("/ready").status_code == 200
+
+    def stop(self, sig=signal.SIGTERM, seconds=30):
+        self.process.send_signal(sig)
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        self.client.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path, cache_dir):
+    server = Served(smollm2_path, cache_dir=cache_dir)
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def mortal(smollm2_path, cache_dir):
+    """A server that a test may hurt."""
+    server = Served(smollm2_path, "--drain-timeout-s", "20", cache_dir=cache_dir)
+    yield server
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_it_says_what_runs_where(served):
+    log = "".join(served.lines)
+    assert "using device: cpu_reference:0" in log
+    assert "KV pool:" in log
+    status = served.status()
+    assert status["engine"]["placement"]
+    assert status["engine"]["reasons"]
+
+
+def test_the_openai_client_chats_with_a_real_model(served):
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    name = client.models.list().data[0].id
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    options = {"model": name, "messages": question, "temperature": 0, "max_tokens": 16}
+    whole = client.chat.completions.create(**options)
+    assert "Paris" in whole.choices[0].message.content
+    stream = client.chat.completions.create(**options, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+
+
+def test_seeds_repeat_and_differ(served):
+    def answer(seed):
+        body = {"temperature": 1.0, "seed": seed, "max_tokens": 12}
+        return served.chat(**body).json()["choices"][0]["message"]["content"]
+
+    assert answer(1) == answer(1)
+    assert len({answer(seed) for seed in range(4)}) > 1
+
+
+def test_a_repeated_prompt_is_cached_and_answers_the_same(served):
+    messages = [{"role": "user", "content": "Tell me about rivers. " * 8}]
+    first = served.chat(messages=messages, temperature=0).json()
+    again = served.chat(messages=messages, temperature=0).json()
+    fresh = served.chat(messages=messages, temperature=0, cache_prompt=False).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    texts = {a["choices"][0]["message"]["content"] for a in (first, again, fresh)}
+    assert len(texts) == 1
+
+
+def test_prompt_logprobs_score_a_text(served):
+    text = "The capital of France is Paris"
+    body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    choice = served.client.post("/v1/completions", json=body).json()["choices"][0]
+    rows = choice["logprobs"]
+    assert "".join(rows["tokens"]) == choice["text"]
+    assert rows["token_logprobs"][0] is None
+    assert all(-30 < value <= 0 for value in rows["token_logprobs"][1:])
+    at = rows["tokens"].index(" Paris")
+    assert rows["token_logprobs"][at] > -3
+    assert max(rows["top_logprobs"][at].values()) >= rows["token_logprobs"][at]
+
+
+def test_ignore_eos_and_min_tokens_hold_on_a_real_model(served):
+    answer = served.chat(ignore_eos=True, max_tokens=40, temperature=0).json()
+    assert answer["usage"]["completion_tokens"] == 40
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(served):
+    tokens = [100] * 600
+    response = served.client.post("/v1/completions", json={"prompt": tokens})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "600" in error["message"]
+    assert "512" in error["message"]
+
+
+def blocks_are_free(served):
+    stats = served.status()["stats"]
+    idle = stats["running"] == stats["waiting"] == stats["blocks_active"] == 0
+    return idle and stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+
+
+def test_32_clients_with_random_cancels_leave_nothing_behind(served):
+    """Issue 2, test 5: every block free, no task or file descriptor behind; health stays quick."""
+    rng = random.Random(11)
+    served.chat()
+    server, worker = psutil.Process(served.process.pid), served.worker
+    before = [(p.num_fds(), p.num_threads()) for p in (server, worker)]
+
+    async def one(client, i):
+        body = {
+            "messages": [{"role": "user", "content": f"Count to {i}. " * rng.randint(1, 8)}],
+            "stream": rng.random() < 0.7,
+            "n": rng.choice([1, 1, 2]),
+            "max_tokens": rng.randint(2, 24),
+        }
+        try:
+            async with asyncio.timeout(rng.choice([0.02, 0.1, 0.4, 1.0, 60, 60, 60])):
+                async with client.stream("POST", CHAT, json=body) as response:
+                    await response.aread()
+                    return response.status_code
+        except TimeoutError:
+            return 0
+
+    async def health(client, seconds):
+        while True:
+            began = time.perf_counter()
+            assert (await client.get("/health")).status_code == 200
+            seconds.append(time.perf_counter() - began)
+            await asyncio.sleep(0.02)
+
+    async def main():
+        limits = httpx.Limits(max_connections=34)
+        seconds = []
+        async with httpx.AsyncClient(base_url=served.url, timeout=90, limits=limits) as client:
+            probe = asyncio.create_task(health(client, seconds))
+            done = await asyncio.gather(*(one(client, i) for i in range(64)))
+            probe.cancel()
+        return done, sorted(seconds)
+
+    done, seconds = asyncio.run(main())
+    assert set(done) == {0, 200}
+    assert seconds[len(seconds) // 2] < 0.25
+    served.wait(lambda: blocks_are_free(served))
+    assert served.status()["admission"]["inside"] == 0
+
+    def settled():
+        now = [(p.num_fds(), p.num_threads()) for p in (server, worker)]
+        return all(a[0] <= b[0] and a[1] <= b[1] + 8 for a, b in zip(now, before, strict=True))
+
+    served.wait(settled, 40)
+
+
+def test_concurrent_answers_are_not_mixed(served):
+    """Greedy answers are the same alone and in company (vllm#13408, mlx-lm#965)."""
+    animals = ["cat", "dog", "horse", "cow", "duck", "fish"]
+    bodies = [
+        {
+            "messages": [{"role": "user", "content": f"Repeat: the {a} number {n * 7}"}],
+            "temperature": 0,
+            "max_tokens": 10,
+        }
+        for n, a in enumerate(animals)
+    ]
+
+    def text(answer):
+        return answer.json()["choices"][0]["message"]["content"]
+
+    alone = [text(served.client.post(CHAT, json=body)) for body in bodies]
+
+    async def together():
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            return await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+
+    company = [text(answer) for answer in asyncio.run(together())]
+    assert sum(a == b for a, b in zip(alone, company, strict=True)) >= 5
+    for n, (animal, answer) in enumerate(zip(animals, company, strict=True)):
+        foreign = [a for a in animals if a != animal and a in answer]
+        assert not foreign, (n, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hanging_engine_is_replaced(mortal, how):
+    """T12: readiness falls within 5 s (10 s when it hangs), streams end with an error event."""
+    first = mortal.worker
+    body = {"messages": HI, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    with mortal.client.stream("POST", CHAT, json=body) as response:
+        lines = response.iter_lines()
+        for line in lines:
+            if '"content":"' in line and '"content":""' not in line:
+                break
+        hurt = time.monotonic()
+        first.send_signal(how)
+        rest = [line for line in lines if line]
+        assert time.monotonic() - hurt < 10
+    assert rest[-1] == "data: [DONE]"
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert error["code"] == "engine_unavailable"
+    assert mortal.client.get("/health").status_code == 200
+    assert mortal.chat().status_code in (200, 503)
+    mortal.wait(mortal.is_ready, 60)
+    assert mortal.worker.pid != first.pid
+    assert mortal.chat().status_code == 200
+    assert not psutil.pid_exists(first.pid) or first.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_sigterm_drains_and_nothing_is_left(mortal):
+    worker = mortal.worker
+    answers = []
+
+    def stream():
+        body = {"messages": HI, "stream": True, "max_tokens": 60, "ignore_eos": True}
+        with httpx.stream("POST", mortal.url + CHAT, json=body, timeout=60) as response:
+            answers.append(response.read())
+
+    threads = [threading.Thread(target=stream) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    mortal.wait(lambda: mortal.status()["stats"]["running"] == 6)
+    mortal.process.send_signal(signal.SIGTERM)
+    mortal.wait(lambda: not mortal.is_ready(), 5)
+    assert mortal.chat().status_code == 503
+    for thread in threads:
+        thread.join()
+    assert all(answer.endswith(b"data: [DONE]\n\n") for answer in answers)
+    assert all(b'"error"' not in answer for answer in answers)
+    assert mortal.process.wait(20) == 0
+    psutil.wait_procs([worker], timeout=15)
+    assert not worker.is_running()
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_engine_and_no_port(mortal, smollm2_path, cache_dir):
+    worker, port = mortal.worker, mortal.url.rpartition(":")[2]
+    mortal.process.kill()
+    mortal.process.wait()
+    _, alive = psutil.wait_procs([worker], timeout=15)
+    assert not alive
+    again = Served(smollm2_path, "--port", port, cache_dir=cache_dir)
+    assert again.url.endswith(port)
+    assert again.chat().status_code == 200
+    assert again.stop() == 0
+
+
+def run_serve(*flags):
+    command = [sys.executable, "-m", "halogen_core.cli", "serve", *flags]
+    environment = os.environ | {"HALOGEN_PORT": "0"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+
+
+def test_what_cannot_start_ends_with_code_and_fix(served, smollm2_path, tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(smollm2_path.read_bytes()[:5000])
+    busy = served.url.rpartition(":")[2]
+    for flags, code in (
+        (("--model", "no-such-model"), "HRT-2301"),
+        (("--model", str(tmp_path / "missing.gguf")), "HRT-2"),
+        (("--model", str(broken)), "HRT-2"),
+        (("--model", __file__), "HRT-2"),
+        (("--model", str(smollm2_path), "--port", busy), "HRT-1007"),
+        (("--model", str(smollm2_path), "--backend", "no_such"), "HRT-1107"),
+        (("--model", str(smollm2_path), "--pool-size", "1KiB"), "HRT-"),
+    ):
+        done = run_serve(*flags)
+        assert done.returncode == 2, (flags, done.stderr[-2000:])
+        assert f"[{code}" in done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
