@@ -57,7 +57,7 @@ def rate(
     table = attrs.evolve(base, pdl=pdl)
     if launch is not None:
         table = attrs.evolve(
-            table, rules={**base.rules, kind: (Rule(launch=launch),)}, own_gemm_rows=1 << 20
+            table, rules={**base.rules, kind: (Rule(launch=launch),)}
         )
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     samples = graph_time([lambda w=w: linear(x, w, table) for w in ws])
@@ -92,6 +92,9 @@ def gemv_launches(form: str) -> list[Launch]:
             (16, 1024, 4),
             (2, 4096, 4),
             (1, 4096, 4),
+            (8, 4096, 4),
+            (8, 2048, 2),
+            (16, 1024, 1),
         ]
     return [
         Launch(block_n=n, block_k=k, warps=w, stages=s)
@@ -158,15 +161,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--formats", default="BF16,Q4_K,Q4_0,Q6_K,Q8_0")
     options = parser.parse_args()
     torch.manual_seed(0)
+    formats = options.formats.split(",")
     found = [
         run("BF16", rows, n, k, options.sweep and (n, k) in SHAPES[:4])
         for n, k in SHAPES
         for rows in (1, 8, 32)
+        if "BF16" in formats
     ]
     torch.cuda.empty_cache()
-    for form in ("Q4_K", "Q4_0", "Q6_K", "Q8_0"):
+    for form in formats:
+        if form == "BF16":
+            continue
         for n, k in QUANT:
             found.append(
                 run(form, 1, n, k, options.sweep and (n, k) in QUANT[1:3] and form != "Q4_0")

@@ -63,8 +63,11 @@ class Shapes:
     def __init__(self, form: str) -> None:
         self.form = form
 
-    def names(self) -> list[str]:
-        return []
+    def names(self) -> Shapes:
+        return self
+
+    def __contains__(self, name: str) -> bool:
+        return True
 
     def tensor(self, name: str) -> QuantTensor:
         sizes = {

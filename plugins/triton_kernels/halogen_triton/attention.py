@@ -19,7 +19,8 @@ STORES = {"f32": 0, "f16": 0, "bf16": 0, "q8_0": 1, "f8_e5m2": 2}
 @attrs.frozen(kw_only=True, eq=False)
 class LayerKV:
     """K and V of one layer: [N, 2, Hkv, B, D] (int8 or uint8 for quantised storage), with the f16
-    scales [N, 2, Hkv, B, D / 32] of q8_0."""
+    scales [N, 2, Hkv, B, D / 32] of q8_0.
+    """
 
     data: Tensor
     store: int = 0
@@ -143,6 +144,7 @@ def _prefill(
         SOFTCAP=shape.softcap > 0,
         SINKS=sinks is not None,
         STORE=kv.store,
+        UNMASKED=plan.prefill.unmasked,
         **plan.prefill.options,
     )
 
@@ -190,6 +192,8 @@ def _decode(
         SINKS=sinks is not None,
         STORE=kv.store,
         DIRECT=not sequences.flash,
+        UNMASKED=plan.decode.unmasked,
+        PDL=plan.decode.pdl,
         **plan.decode.options,
     )
     if sequences.flash:
@@ -207,5 +211,7 @@ def _decode(
             BN=block_n,
             SINKS=sinks is not None,
             PARTS=16,
+            PDL=plan.decode.pdl,
             num_warps=4,
+            **({"launch_pdl": True} if plan.decode.pdl else {}),
         )

@@ -1,3 +1,5 @@
+# ruff: noqa: E501, ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915, RET505, SIM108
+# Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Paged attention kernels (Kwon et al., SOSP 2023) with an online softmax (FlashAttention-2, 2023).
 
 A layer's K and V are [N, 2, Hkv, B, D], K before V: a block is contiguous per KV head. The query heads of one KV
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NATIVE = tl.constexpr(0)
@@ -194,6 +198,7 @@ def prefill(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     STORE: tl.constexpr,
+    UNMASKED: tl.constexpr,
 ):
     """Sequences with more than MAX_DECODE queries: a program is BM // G query tokens of a KV head.
 
@@ -230,7 +235,7 @@ def prefill(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BN * BN
-    else:
+    elif UNMASKED:
         unmasked = (first_position + 1) // BN * BN
         for n0 in range(0, unmasked, BN):
             acc, m_i, l_i = _attend(
@@ -303,6 +308,8 @@ def decode(
     SINKS: tl.constexpr,
     STORE: tl.constexpr,
     DIRECT: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sequences with at most MAX_DECODE queries.
 
@@ -313,9 +320,12 @@ def decode(
     it in `partial` [C, 2, BM, D] and `lse` [C, 2, BM]; `decode_reduce` joins the parts.
     """
     G: tl.constexpr = HQ // HKV
+    pdl_launch(PDL)
+    # lengths and tables come from the host, long before the previous kernel
     tiles, first, cum = _tile_ledger(seq_lens, starts, S, S_PAD, HKV, BN, MAX_DECODE, WINDOW)
     index = tl.program_id(0)
     s = tl.arange(0, S_PAD)
+    pdl_wait(PDL)
     if DIRECT:
         mine = index // HKV
         stop = tl.sum(tl.where(s == mine, cum, 0), 0)
@@ -351,7 +361,16 @@ def decode(
         l_i = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, D_PAD], tl.float32)
         low = (origin + tile) * BN
-        for n0 in range(low, low + count * BN, BN):
+        high = low + count * BN
+        if UNMASKED and WINDOW == 0:
+            seen = tl.maximum(tl.minimum((length - n_q + 1) // BN * BN, high), low)
+            for n0 in range(low, seen, BN):
+                acc, m_i, l_i = _attend(
+                    acc, m_i, l_i, qt, k, ks, v, vs, table, n0, length, head, positions, qk_scale,
+                    softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, False,
+                )  # fmt: skip
+            low = seen
+        for n0 in range(low, high, BN):
             acc, m_i, l_i = _attend(
                 acc, m_i, l_i, qt, k, ks, v, vs, table, n0, length, head, positions, qk_scale,
                 softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, True,
@@ -387,9 +406,11 @@ def decode_reduce(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the parts that `decode` left; grid (S, Hq * MAX_DECODE), a program is one output row."""
     G: tl.constexpr = HQ // HKV
+    pdl_launch(PDL)
     tiles, _, cum = _tile_ledger(seq_lens, starts, S, S_PAD, HKV, BN, MAX_DECODE, WINDOW)
     seq = tl.program_id(0)
     s = tl.arange(0, S_PAD)
@@ -408,6 +429,7 @@ def decode_reduce(
         return
     d = tl.arange(0, D_PAD)
     row = token * G + h % G
+    pdl_wait(PDL)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
     acc = tl.zeros([D_PAD], tl.float32)

@@ -74,7 +74,7 @@ class TritonBackend(TorchBackend):
         return ops
 
     def capabilities(self) -> Capabilities:
-        formats = {name: "native" for name in ("F32", "F16", "BF16", *PLANE_FORMATS)}
+        formats = dict.fromkeys(("F32", "F16", "BF16", *PLANE_FORMATS), "native")
         return attrs.evolve(
             super().capabilities(),
             weight_formats=formats,

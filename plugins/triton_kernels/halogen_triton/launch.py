@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+_PDL_KERNELS = frozenset({"decode", "dense_gemv", "plane_gemv"})
+
 
 @attrs.frozen(kw_only=True)
 class Launch:
@@ -28,6 +30,8 @@ class Launch:
     """AMD only: registers are limited so that so many waves fit a SIMD; 0: no limit."""
     pdl: bool = False
     """NVIDIA only: programmatic dependent launch."""
+    unmasked: bool = True
+    """Attention: a loop of its own for tiles that need no mask (faster, more registers)."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -48,6 +52,8 @@ class Rule:
     bounds: Mapping[str, int] = attrs.field(factory=dict)
     programs: int = 0
     """Of a split decode: a fixed grid, a small multiple of the device's cores."""
+    library: bool = False
+    """Dense products only: the vendor's library does better."""
 
     def fits(self, shape: Mapping[str, int]) -> bool:
         return all(shape.get(key, 0) <= most for key, most in self.bounds.items())
@@ -61,16 +67,16 @@ class Tuning:
     source: str
     rules: Mapping[str, tuple[Rule, ...]]
     pdl: bool = False
-    own_gemm_rows: int = 1 << 30
-    """Dense products of more rows go to the vendor's library."""
 
     def rule(self, kernel: str, **shape: int) -> Rule:
         """The first rule of `kernel` that fits; the last one is for everything else."""
         rules = self.rules[kernel]
         found = next((rule for rule in rules if rule.fits(shape)), rules[-1])
-        if self.pdl == found.launch.pdl:
+        # a GEMM's programs fill the device; those of the next one would only stand in their way
+        pdl = self.pdl and kernel in _PDL_KERNELS
+        if pdl == found.launch.pdl:
             return found
-        return attrs.evolve(found, launch=attrs.evolve(found.launch, pdl=self.pdl))
+        return attrs.evolve(found, launch=attrs.evolve(found.launch, pdl=pdl))
 
     def launch(self, kernel: str, **shape: int) -> Launch:
         return self.rule(kernel, **shape).launch
@@ -84,6 +90,7 @@ def parse(data: Mapping[str, Any]) -> Tuning:
                 launch=Launch(**rule["launch"]),
                 bounds=rule.get("bounds", {}),
                 programs=rule.get("programs", 0),
+                library=rule.get("library", False),
             )
             for rule in entries
         )
@@ -94,7 +101,6 @@ def parse(data: Mapping[str, Any]) -> Tuning:
         source=data["source"],
         rules=rules,
         pdl=data.get("pdl", False),
-        own_gemm_rows=data.get("own_gemm_rows", 1 << 30),
     )
 
 

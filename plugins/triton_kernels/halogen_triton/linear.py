@@ -59,7 +59,7 @@ def linear(
     activation: int = 0,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias: [T, N].
+    """X [T, K] times weight [N, K] transposed, plus bias: [T, N].
 
     With `activation` (see `pointwise_kernels.gated`; one row only) the weight is gate over up and the
     result [T, N / 2].
@@ -67,7 +67,8 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
-    if isinstance(weight, Tensor) and rows > tuning.own_gemm_rows and out_dtype in (None, x.dtype):
+    whole = out_dtype in (None, x.dtype) and isinstance(weight, Tensor) and rows > 1
+    if whole and tuning.rule("dense_gemm", m=rows, n=n, k=k).library:
         return torch.nn.functional.linear(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
     if rows:
@@ -92,10 +93,11 @@ def _into(
         _gemv(x, weight, tuning, bias, activation, y)
         return
     kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
-    launch = tuning.launch(kind, m=rows, n=n, k=x.shape[1])
-    if isinstance(weight, Tensor) and rows > tuning.own_gemm_rows:
+    rule = tuning.rule(kind, m=rows, n=n, k=x.shape[1])
+    if isinstance(weight, Tensor) and rule.library:
         y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), bias))
         return
+    launch = rule.launch
     grid = (triton.cdiv(n, launch.block_n), triton.cdiv(rows, launch.block_m))
     _gemm(x, weight, launch, bias, y, grid, None)
 

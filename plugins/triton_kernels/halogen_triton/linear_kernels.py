@@ -1,3 +1,5 @@
+# ruff: noqa: E501, ANN001, ANN201, C901, D403, N803, PLR0913, PLR0915
+# Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Linear layers over dense and bit-plane weights: GEMV for one row, tiled GEMM for more, experts.
 
 FORMAT is `PlaneFormat.index` (0: dense); HIGH its extra bits; OFFSET what a code of zero stands for.
@@ -11,124 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halogen_triton.plane_kernels import block_scales, code_floats, load_blocks, plane_products
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
-
-
-@triton.jit
-def _code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl.constexpr):
-    """Codes of element 4 i + w of blocks as float32; `high` are the extra bits' words."""
-    if HIGH == 0:
-        # nibbles go into a mantissa in place: value = 2^(23 - p) + code, so one `or`, one subtraction
-        if i < 5:
-            p: tl.constexpr = 4 * i
-            masked = words & (15 << p)
-        else:
-            p: tl.constexpr = 4 * i - 12
-            masked = (words >> 12) & (15 << p)
-        top: tl.constexpr = (150 - p) << 23
-        value = (masked | top).to(tl.float32, bitcast=True)
-        base: tl.constexpr = (1 << (23 - p)) + OFFSET
-        return value - base
-    code = (words >> (4 * i)) & 15
-    if HIGH == 1:
-        code = code | (((high >> (4 * i + w)) & 1) << 4)
-    else:
-        code = code | (((high >> (2 * (4 * (i % 4) + w))) & 3) << 4)
-    return (code - OFFSET).to(tl.float32)
-
-
-@triton.jit
-def _block_scales(scales, supers, row, b, mask, KB, half: tl.constexpr, FORMAT: tl.constexpr):
-    """(scale, min) of 32-blocks `b` of rows; `half` picks the 16 elements that FORMAT 4 scales."""
-    if FORMAT == 1 or FORMAT == 5:
-        s = tl.load(scales + row * KB + b, mask=mask, other=0.0).to(tl.float32)
-        return s, s * 0.0
-    if FORMAT == 2:
-        at = scales + (row * KB + b) * 2
-        s = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        return s, -tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
-    if FORMAT == 3:
-        at = scales + (row * KB + b) * 2
-        top = supers + (row * (KB // 8) + b // 8) * 2
-        s = tl.load(at, mask=mask, other=0).to(tl.float32)
-        low = tl.load(at + 1, mask=mask, other=0).to(tl.float32)
-        d = tl.load(top, mask=mask, other=0.0).to(tl.float32)
-        dmin = tl.load(top + 1, mask=mask, other=0.0).to(tl.float32)
-        return s * d, low * dmin
-    s = tl.load(scales + (row * KB + b) * 2 + half, mask=mask, other=0).to(tl.float32)
-    d = tl.load(supers + row * (KB // 8) + b // 8, mask=mask, other=0.0).to(tl.float32)
-    return s * d, s * 0.0
-
-
-@triton.jit
-def _plane_products(
-    acc,
-    x,
-    codes,
-    high,
-    scales,
-    supers,
-    row,
-    row_mask,
-    b,
-    KB,
-    BN: tl.constexpr,
-    NB: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HIGH: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """acc [BN, NB] plus the products of blocks b of rows with x."""
-    inside = b < KB
-    mask2 = row_mask[:, None] & inside[None, :]
-    w = tl.arange(0, 4)
-    at = (row[:, None, None] * KB + b[None, :, None]) * 4 + w[None, None, :]
-    words = tl.load(codes + at, mask=mask2[:, :, None], other=0)
-    part = tl.zeros([BN, NB, 4], tl.float32)
-    xsum = tl.zeros([NB, 4], tl.float32)
-    upper = words
-    if HIGH == 1:
-        upper = tl.load(high + row[:, None] * KB + b[None, :], mask=mask2, other=0)[:, :, None]
-    for i in tl.static_range(8):
-        if HIGH == 2 and i % 4 == 0:
-            upper = tl.load(
-                high + (row[:, None] * KB + b[None, :]) * 2 + i // 4, mask=mask2, other=0
-            )[:, :, None]
-        xi = tl.load(x + b[:, None] * 32 + 4 * i + w[None, :], mask=inside[:, None], other=0.0).to(
-            tl.float32
-        )
-        part += _code_floats(words, upper, i, w[None, None, :], HIGH, OFFSET) * xi[None, :, :]
-        xsum += xi
-        if FORMAT == 4 and i == 3:
-            s, _ = _block_scales(scales, supers, row[:, None], b[None, :], mask2, KB, 0, FORMAT)
-            acc += s * tl.sum(part, 2)
-            part = tl.zeros([BN, NB, 4], tl.float32)
-    s, low = _block_scales(scales, supers, row[:, None], b[None, :], mask2, KB, 1, FORMAT)
-    acc += s * tl.sum(part, 2)
-    if FORMAT == 2 or FORMAT == 3:
-        acc -= low * tl.sum(xsum, 1)[None, :]
-    return acc
-
-
-@triton.jit
-def _byte_products(
-    acc,
-    x,
-    codes,
-    scales,
-    row,
-    row_mask,
-    b,
-    KB,
-):
-    inside = b < KB
-    mask2 = row_mask[:, None] & inside[None, :]
-    e = tl.arange(0, 32)
-    at = (row[:, None, None] * KB + b[None, :, None]) * 32 + e[None, None, :]
-    q = tl.load(codes + at, mask=mask2[:, :, None], other=0).to(tl.float32)
-    xi = tl.load(x + b[:, None] * 32 + e[None, :], mask=inside[:, None], other=0.0)
-    s = tl.load(scales + row[:, None] * KB + b[None, :], mask=mask2, other=0.0)
-    return acc + s.to(tl.float32) * tl.sum(q * xi.to(tl.float32)[None, :, :], 2)
 
 
 @triton.jit
@@ -158,23 +44,28 @@ def plane_gemv(
     row = n.to(tl.int64)
     acc = tl.zeros([BN, NB], tl.float32)
     up = tl.zeros([BN, NB], tl.float32)
+    b = tl.arange(0, NB)
+    # loads run one iteration ahead; the first ones do not wait for the previous kernel
+    d, h, h2, s, s2, t = load_blocks(codes, high, scales, supers, row, inside, b, KB, FORMAT, HIGH)
+    ud, uh, uh2, us, us2, ut = d, h, h2, s, s2, t
+    if GATED:
+        ud, uh, uh2, us, us2, ut = load_blocks(
+            codes, high, scales, supers, row + N, inside, b, KB, FORMAT, HIGH
+        )
     pdl_wait(PDL)
-    for b0 in range(0, KB, NB):
-        b = b0 + tl.arange(0, NB)
-        if FORMAT == 5:
-            acc = _byte_products(acc, x, codes, scales, row, inside, b, KB)
-            if GATED:
-                up = _byte_products(up, x, codes, scales, row + N, inside, b, KB)
-        else:
-            acc = _plane_products(
-                acc, x, codes, high, scales, supers, row, inside, b, KB,
-                BN, NB, FORMAT, HIGH, OFFSET,
-            )  # fmt: skip
-            if GATED:
-                up = _plane_products(
-                    up, x, codes, high, scales, supers, row + N, inside, b, KB,
-                    BN, NB, FORMAT, HIGH, OFFSET,
-                )  # fmt: skip
+    for _ in range(0, KB, NB):
+        nd, nh, nh2, ns, ns2, nt = load_blocks(
+            codes, high, scales, supers, row, inside, b + NB, KB, FORMAT, HIGH
+        )
+        acc = plane_products(acc, x, d, h, h2, s, s2, t, b, KB, FORMAT, HIGH, OFFSET)
+        d, h, h2, s, s2, t = nd, nh, nh2, ns, ns2, nt
+        if GATED:
+            nd, nh, nh2, ns, ns2, nt = load_blocks(
+                codes, high, scales, supers, row + N, inside, b + NB, KB, FORMAT, HIGH
+            )
+            up = plane_products(up, x, ud, uh, uh2, us, us2, ut, b, KB, FORMAT, HIGH, OFFSET)
+            ud, uh, uh2, us, us2, ut = nd, nh, nh2, ns, ns2, nt
+        b += NB
     total = tl.sum(acc, 1)
     if BIAS:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
@@ -330,7 +221,7 @@ def plane_gemm(
         mask = inside[:, None] & (n < N)[None, :]
         x_mask = inside[None, :] & (m < M)[:, None]
         xb = xrow + (b * 32 + j % 4)[None, :]
-        s, low = _block_scales(scales, supers, row, b[:, None], mask, KB, 0, FORMAT)
+        s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 0, FORMAT)
         if FORMAT == 5:
             for i in tl.static_range(8):
                 q = tl.load(
@@ -351,8 +242,8 @@ def plane_gemm(
                 if HIGH == 2 and i % 4 == 0:
                     upper = tl.load(high + (row * KB + b[:, None]) * 2 + i // 4, mask=mask, other=0)
                 if FORMAT == 4 and i == 4:
-                    s, low = _block_scales(scales, supers, row, b[:, None], mask, KB, 1, FORMAT)
-                q = _code_floats(words, upper, i, (j % 4)[:, None], HIGH, OFFSET)
+                    s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 1, FORMAT)
+                q = code_floats(words, upper, i, (j % 4)[:, None], HIGH, OFFSET)
                 value = q * s
                 if FORMAT == 2 or FORMAT == 3:
                     value -= low
@@ -385,7 +276,7 @@ def plane_rows(
     j = tl.arange(0, NB * 4)
     b = tl.program_id(1) * NB + j // 4
     mask = b < KB
-    s, low = _block_scales(scales, supers, row, b, mask, KB, 0, FORMAT)
+    s, low = block_scales(scales, supers, row, b, mask, KB, 0, FORMAT)
     words = j
     if FORMAT != 5:
         words = tl.load(codes + (row * KB + b) * 4 + j % 4, mask=mask, other=0)
@@ -396,12 +287,12 @@ def plane_rows(
         if HIGH == 2 and i % 4 == 0:
             upper = tl.load(high + (row * KB + b) * 2 + i // 4, mask=mask, other=0)
         if FORMAT == 4 and i == 4:
-            s, low = _block_scales(scales, supers, row, b, mask, KB, 1, FORMAT)
+            s, low = block_scales(scales, supers, row, b, mask, KB, 1, FORMAT)
         k = b * 32 + 4 * i + j % 4
         if FORMAT == 5:
             q = tl.load(codes + row * KB * 32 + k, mask=mask, other=0).to(tl.float32)
         else:
-            q = _code_floats(words, upper, i, j % 4, HIGH, OFFSET)
+            q = code_floats(words, upper, i, j % 4, HIGH, OFFSET)
         value = q * s
         if FORMAT == 2 or FORMAT == 3:
             value -= low

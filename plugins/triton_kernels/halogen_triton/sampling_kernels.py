@@ -1,3 +1,5 @@
+# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913
+# Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Picking a token per row on the device: no sort, no synchronisation, any mix of rows.
 
 Truncations are thresholds, found by bisection on the ordered bits of a logit: top-k by count, top-p

@@ -123,7 +123,7 @@ def _linear(table: Tuning) -> Iterator[Case]:
     weights = {"bf16": _meta(n, k), **{name: meta_planes(name, n, k) for name in PLANE_FORMATS}}
     for name, weight in weights.items():
         for rows in (1, 8, 32, 64, 512):
-            if name == "bf16" and rows > table.own_gemm_rows:
+            if name == "bf16" and rows > 1 and table.rule("dense_gemm", m=rows, n=n, k=k).library:
                 continue
             x = _meta(rows, k)
             yield f"linear {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)

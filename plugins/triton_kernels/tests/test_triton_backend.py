@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from halogen_triton.backend import TritonBackend
-from halogen_triton.launch import Launch, Rule, Tuning
 
 from halogen_core.engine.batch import BatchItem, build_step
 from halogen_core.engine.protocol import SamplingParams
@@ -16,6 +14,8 @@ from halogen_core.engine.runner import Runner
 from halogen_core.engine.sampler import RowSampler
 from halogen_core.models import Decoder, config_of
 from halogen_core.spi import BackendOptions, KVSpec, TorchBackend, WeightRole
+from halogen_triton.backend import TritonBackend
+from halogen_triton.launch import Launch, Rule, Tuning
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import quant_tensor, tiny

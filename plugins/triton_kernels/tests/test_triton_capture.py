@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from halogen_triton import capture
 
 from halogen_core.engine.batch import build_step
 from halogen_core.engine.protocol import SamplingParams
 from halogen_core.engine.sampler import RowSampler
+from halogen_triton import capture
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_triton_backend import MODELS, item, open_runner, triton_backend

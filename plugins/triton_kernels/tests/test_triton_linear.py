@@ -5,12 +5,12 @@ import os
 import numpy as np
 import pytest
 import torch
+
+from halogen_core.spi import FORMATS
 from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, linear
 from halogen_triton.planes import PLANE_FORMATS, dequantise, repack
 from halogen_triton.pointwise_kernels import SILU
-
-from halogen_core.spi import FORMATS
 
 DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 TINY = Tuning(

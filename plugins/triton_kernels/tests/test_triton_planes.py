@@ -4,9 +4,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from halogen_triton.planes import PLANE_FORMATS, concatenate, dequantise, repack
 
 from halogen_core.spi import FORMATS
+from halogen_triton.planes import PLANE_FORMATS, concatenate, dequantise, repack
 
 K = 512
 

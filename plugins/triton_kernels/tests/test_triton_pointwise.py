@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+
 from halogen_triton.attention import STORES, HeadShape, LayerKV
 from halogen_triton.pointwise import (
     ACTIVATIONS,

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from halogen_triton.sampling import DrawTensors, draw
 
 DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
