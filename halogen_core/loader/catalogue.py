@@ -125,7 +125,7 @@ def resolve_model(name: str, models_dir: Path) -> Path:
         return _pulled(name, directory / hub.file if hub.file else directory)
     if name in (on_disk := models_on_disk(models_dir)):
         return on_disk[name]
-    if Path(name).exists():
+    if name and Path(name).exists():
         return Path(name)
     raise ModelError(
         f"no model is called `{name}`; known are {', '.join(KNOWN_MODELS)}; "

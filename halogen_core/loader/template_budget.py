@@ -9,10 +9,10 @@ from typing import Any
 
 import attrs
 
-MAX_SECONDS = 1.5
+MAX_SECONDS = 1.0
 MAX_SIZE = 4_000_000
 """Of one value and of the whole text: characters, about."""
-MAX_TOTAL = 1 << 29
+MAX_TOTAL = 1 << 28
 """Of all values made in one render."""
 MAX_TURNS = 1_000_000
 MAX_INT_BITS = 4096

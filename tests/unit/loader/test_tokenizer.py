@@ -28,8 +28,8 @@ def paths(smollm2_path, gemma3_path):
 
 
 @pytest.fixture(scope="module")
-def real(paths):
-    return {name: load_tokenizer(open_model(path)) for name, path in paths.items()}
+def real(smollm2, gemma3):
+    return {"smollm2": smollm2, "gemma3": gemma3}
 
 
 @pytest.mark.parametrize("name", RUNS)
