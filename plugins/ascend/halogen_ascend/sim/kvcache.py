@@ -171,9 +171,10 @@ class KVPool:
         for layer in range(spec.num_layers):
             for which, buffer in enumerate((self.keys[layer], self.values[layer])):
                 data = self.device.read(buffer, "kv_export", "kv")[list(blocks)]
-                plain = data.permute(0, 3, 1, 2, 4).flatten(3)[..., : spec.head_dim]
-                written = self._written(buffer)[list(blocks)]
-                out[:, layer, which] = plain * torch.from_numpy(written)[..., None, None]
+                plain = data.permute(0, 3, 1, 2, 4).flatten(3)[..., : spec.head_dim].clone()
+                # not by a product: that would quieten NaNs, and the round trip must be exact
+                plain[~torch.from_numpy(self._written(buffer)[list(blocks)])] = 0
+                out[:, layer, which] = plain
         shape = kv_block_shape(spec, len(blocks))
         return KVBlocks(spec=spec, data=out.view(torch.uint8).reshape(shape).numpy())
 

@@ -57,7 +57,7 @@ class Allocation:
 
 @attrs.define(eq=False)
 class Pool:
-    """One arena: best fit over holes, neighbours merged, the end trimmed."""
+    """One arena: lowest hole that fits, neighbours merged, the end trimmed."""
 
     name: str
     base: int
@@ -67,18 +67,17 @@ class Pool:
     allocations: int = 0
     top: int = 0
     """Bytes from `base` that the arena ever touched and still holds."""
+    biggest: int = 0
+    """The largest request so far."""
     _holes: list[tuple[int, int]] = attrs.field(factory=list)
 
     def take(self, nbytes: int) -> int | None:
         """An address for `nbytes`, or None when no hole and no room at the end has it."""
-        fits = [(size, i) for i, (_, size) in enumerate(self._holes) if size >= nbytes]
-        if fits:
-            size, i = min(fits)
-            address = self._holes[i][0]
-            if size == nbytes:
-                del self._holes[i]
-            else:
-                self._holes[i] = (address + nbytes, size - nbytes)
+        i = next((i for i, (_, size) in enumerate(self._holes) if size >= nbytes), None)
+        if i is not None:
+            address, size = self._holes.pop(i)
+            if size > nbytes:
+                self._holes.insert(i, (address + nbytes, size - nbytes))
         elif self.top + nbytes <= self.budget:
             address = self.base + self.top
             self.top += nbytes
@@ -86,6 +85,7 @@ class Pool:
             return None
         self.used += nbytes
         self.allocations += 1
+        self.biggest = max(self.biggest, nbytes)
         self.peak = max(self.peak, self.used)
         return address
 
@@ -115,8 +115,9 @@ class Pool:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes that one allocation could not have."""
-        return 1 - self.largest / self.free if self.free else 0.0
+        """Share of the free bytes in holes too small for the largest request made so far."""
+        lost = sum(size for _, size in self._holes if size < self.biggest)
+        return lost / self.free if self.free else 0.0
 
 
 @attrs.define(eq=False)
