@@ -65,19 +65,19 @@ def _attend_group(
     q: Tensor, kv: KVCache, layer: int, group: _Group, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """Q [C n, Hq D] of one group; queries of one KV head are rows of one matrix product."""
-    sequences, n = group.sequences, group.queries
-    per_kv = spec.num_heads // spec.num_kv_heads
+    sequences, n, kv_heads = group.sequences, group.queries, spec.num_kv_heads
+    per_kv = spec.num_heads // kv_heads
     keys, values = _read(kv, layer, group, spec)
-    heads = q.view(sequences, n, spec.num_kv_heads, per_kv, spec.head_dim)
-    heads = heads.permute(0, 2, 3, 1, 4).float()
-    step = max(1, _SCORE_ELEMENTS // (sequences * spec.num_heads * keys.shape[1]))
+    heads = q.view(sequences, n, kv_heads, per_kv, spec.head_dim).float()
+    rows = max(1, _SCORE_ELEMENTS // (sequences * spec.num_heads * keys.shape[1]))
     parts = []
-    for start in range(0, n, step):
-        rows = heads[:, :, :, start : start + step]
-        hidden = group.hidden[:, start : start + step]
-        parts.append(_attend_rows(rows, keys, values, hidden, spec, sinks))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-    return out.permute(0, 3, 1, 2, 4).reshape(sequences * n, -1).to(q.dtype)
+    for start in range(0, n, rows):
+        some = heads[:, start : start + rows].permute(0, 2, 3, 1, 4)
+        hidden = group.hidden[:, start : start + rows]
+        out = _attend_rows(some, keys, values, hidden, spec, sinks)
+        parts.append(out.permute(0, 3, 1, 2, 4))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return out.reshape(q.shape).to(q.dtype)
 
 
 def _attend_rows(
@@ -90,20 +90,18 @@ def _attend_rows(
 ) -> Tensor:
     """Q [C, Hkv, G, n, D] over keys and values [C Hkv, L, D]; hidden [C, n, L]."""
     sequences, kv_heads, per_kv, n, dim = q.shape
-    flat = q.reshape(sequences * kv_heads, per_kv * n, dim)
-    scores = torch.bmm(flat, keys.transpose(1, 2)).mul_(spec.scale)
+    flat = (q * spec.scale).reshape(sequences * kv_heads, per_kv * n, dim)
+    scores = torch.bmm(flat, keys.transpose(1, 2))
     if spec.softcap is not None:
         scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    scores = scores.view(sequences, kv_heads, per_kv, n, -1)
-    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    grid = scores.view(sequences, kv_heads, per_kv, n, -1)
+    grid.masked_fill_(hidden[:, None, None], -torch.inf)
     weights = scores.softmax(-1)
     if sinks is not None:
         # softmax with one more logit of no value is softmax times 1 / (1 + exp(sink - lse))
-        sink = sinks.view(1, kv_heads, per_kv, 1)
-        share = torch.sigmoid(scores.logsumexp(-1) - sink)
-        weights = weights * share.unsqueeze(-1)
-    flat_weights = weights.view(sequences * kv_heads, per_kv * n, -1)
-    return torch.bmm(flat_weights, values).view(q.shape)
+        share = torch.sigmoid(grid.logsumexp(-1) - sinks.view(1, kv_heads, per_kv, 1))
+        weights = weights * share.view(sequences * kv_heads, per_kv * n, 1)
+    return torch.bmm(weights, values).view(q.shape)
 
 
 def _read(kv: KVCache, layer: int, group: _Group, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

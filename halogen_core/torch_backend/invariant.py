@@ -36,10 +36,14 @@ class InvariantTorchOps(TorchOps):
         tiles = -(-rows // _ROWS)
         if rows % _ROWS:
             x = F.pad(x, (0, 0, 0, tiles * _ROWS - rows))
-        out = torch.empty((tiles * _ROWS, len(weight)), dtype=x.dtype, device=x.device)
+        out = torch.empty((tiles * _ROWS, weight.shape[0]), dtype=x.dtype, device=x.device)
         for start in range(0, tiles * _ROWS, _ROWS):
-            out[start : start + _ROWS] = F.linear(x[start : start + _ROWS], weight, bias)
+            out[start : start + _ROWS] = self.tile_product(x[start : start + _ROWS], weight, bias)
         return out[:rows]
+
+    def tile_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product of one tile; its height never changes."""
+        return F.linear(x, weight, bias)
 
     def silu(self, x: Tensor) -> Tensor:
         return x * self.sigmoid(x)

@@ -34,7 +34,7 @@ def rotate(heads: Tensor, tables: tuple[Tensor, Tensor], spec: RopeSpec) -> Tens
         swapped = turning.roll(spec.dim // 2, dims=-1)
     else:
         swapped = turning.view(*turning.shape[:-1], -1, 2).flip(-1).flatten(-2)
-    turned = swapped.mul_(sin).add_(turning * cos)
+    turned = torch.addcmul(turning * cos, swapped, sin)
     if spec.dim == heads.shape[2]:
         return turned
     return torch.cat((turned, heads[..., spec.dim :]), dim=-1)

@@ -1,8 +1,8 @@
 """Picking tokens, batched over rows, exactly as `SamplingBatch` documents it.
 
-Truncations are thresholds on probabilities, never a reordering: rows stay in token-id order, so
-the inverse CDF needs no gather back. Each truncation works on what the one before it left,
-renormalised; the more likely token, then the lower id, is kept first.
+Rows stay in token-id order throughout, so the inverse CDF needs no gather back. Each truncation
+works on what the one before it left, renormalised; the more likely token, then the lower id, is
+kept first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi.step import Sampled, SamplingBatch
+from halogen_core.torch_backend.truncation import most_likely, truncate
 
-_CANDIDATES = 1024
-"""Tokens looked at first when truncating on the host; rows that need more are sorted whole."""
+_SLAB = 1 << 17
+"""Logits worked on at once on a CPU: half a MiB stays in cache and needs no new pages."""
 
 
 @attrs.frozen(eq=False)
@@ -68,22 +69,34 @@ def sample(logits: Tensor, batch: SamplingBatch, device: SamplingTensors) -> Sam
         ids = torch.where(given["forced"] >= 0, given["forced"], ids)
     if batch.num_logprobs < 0:
         return Sampled(token_ids=ids.int())
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, ids.long().clamp_min(0).unsqueeze(1)).squeeze(1)
-    top = most_likely(logprobs, batch.num_logprobs) if batch.num_logprobs else (None, None)
-    return Sampled(token_ids=ids.int(), logprobs=own, top_ids=top[0], top_logprobs=top[1])
+    slabs = [
+        _logprobs(logits[slab], ids[slab], batch.num_logprobs)
+        for slab in _slabs(logits) or [slice(None)]
+    ]
+    own, top_ids, top = (torch.cat(parts) for parts in zip(*slabs, strict=True))
+    return Sampled(
+        token_ids=ids.int(),
+        logprobs=own,
+        top_ids=top_ids if batch.num_logprobs else None,
+        top_logprobs=top if batch.num_logprobs else None,
+    )
 
 
-def most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids int32 and values of the `count` largest of each row; the lower id first among equals."""
-    count = min(count, values.shape[1])
-    least = values.topk(count, dim=-1).values[:, -1:]
-    above, equal = values > least, values == least
-    room = count - above.sum(-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(-1) <= room))
-    ids = kept.nonzero()[:, 1].view(len(values), count)
-    ordered, at = torch.sort(values.gather(1, ids), dim=-1, descending=True, stable=True)
-    return ids.gather(1, at).int(), ordered
+def _slabs(rows: Tensor) -> list[slice]:
+    """Rows to work on at once: all of them, on a CPU as many as stay in its cache."""
+    count = len(rows)
+    step = count if rows.device.type != "cpu" else max(1, _SLAB // max(1, rows.shape[1]))
+    return [slice(start, start + step) for start in range(0, count, max(1, step))]
+
+
+def _logprobs(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of `ids` [R]; ids int32 and log-probabilities of the `count` likeliest."""
+    peak = logits.amax(-1, keepdim=True)
+    # log-softmax of the few tokens that are reported, without writing all of it
+    log_total = (logits - peak).exp_().sum(-1, keepdim=True).log_()
+    own = logits.gather(1, ids.long().clamp_min(0).unsqueeze(1)) - peak - log_total
+    top_ids, top = most_likely(logits, count)
+    return own.squeeze(1), top_ids.int(), top - peak - log_total
 
 
 def _rows_of(starts: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -124,47 +137,17 @@ def _unpack_mask(words: Tensor, vocab: int) -> Tensor:
 
 def _draw(logits: Tensor, batch: SamplingBatch, given: dict[str, Tensor]) -> Tensor:
     """A token id int64 for each sampled row by temperature, truncation and inverse CDF."""
-    scaled = logits / given["temperature"].unsqueeze(1)
-    probabilities = scaled.softmax(-1)
-    if (batch.top_k > 0).any() or (batch.top_p < 1).any():
-        probabilities = _truncate(probabilities, given)
-    if (batch.min_p > 0).any():
-        least = probabilities.amax(-1, keepdim=True) * given["min_p"].unsqueeze(1)
-        probabilities = torch.where(probabilities >= least, probabilities, 0)
-    # float64: a float32 running sum over 150,000 tokens is off by more than many tokens' mass
-    running = probabilities.cumsum(-1, dtype=torch.float64)
-    target = given["uniforms"].double().unsqueeze(1) * running[:, -1:]
-    return torch.searchsorted(running, target, right=True).squeeze(1)
-
-
-def _truncate(probabilities: Tensor, given: dict[str, Tensor]) -> Tensor:
-    """Rows with everything outside top-k, then top-p of the rest, set to zero."""
-    vocab = probabilities.shape[1]
-    top_k = given["top_k"].long()
-    top_k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).unsqueeze(1)
-    top_p = given["top_p"].double().unsqueeze(1)
-    looked_at = vocab
-    if probabilities.device.type == "cpu" and vocab > _CANDIDATES:
-        looked_at = _CANDIDATES
-    kept, largest = _kept(probabilities, top_k, top_p, looked_at)
-    if looked_at < vocab and bool((kept >= looked_at).any()):
-        kept, largest = _kept(probabilities, top_k, top_p, vocab)
-    least = largest.gather(1, kept - 1)
-    above, equal = probabilities > least, probabilities == least
-    room = kept - above.sum(-1, keepdim=True)
-    keep = above | (equal & (equal.cumsum(-1) <= room))
-    return torch.where(keep, probabilities, 0)
-
-
-def _kept(
-    probabilities: Tensor, top_k: Tensor, top_p: Tensor, looked_at: int
-) -> tuple[Tensor, Tensor]:
-    """How many tokens each row keeps, at least 1 and at most `looked_at`; its largest, sorted."""
-    largest = probabilities.topk(looked_at, dim=-1).values
-    running = largest.cumsum(-1, dtype=torch.float64)
-    in_top_k = torch.minimum(top_k, torch.full_like(top_k, looked_at))
-    whole = probabilities.sum(-1, keepdim=True, dtype=torch.float64)
-    mass = torch.where(top_k < looked_at, running.gather(1, in_top_k - 1), whole)
-    # a token is kept while the mass before it has not reached top_p
-    kept = 1 + (running[:, :-1] < top_p * mass).sum(-1, keepdim=True)
-    return torch.minimum(kept, in_top_k), largest
+    truncated = bool((batch.top_k > 0).any() or (batch.top_p < 1).any())
+    parts = []
+    for slab in _slabs(logits):
+        probabilities = (logits[slab] / given["temperature"][slab].unsqueeze(1)).softmax(-1)
+        if truncated:
+            probabilities = truncate(probabilities, given["top_k"][slab], given["top_p"][slab])
+        if (batch.min_p > 0).any():
+            least = probabilities.amax(-1, keepdim=True) * given["min_p"][slab].unsqueeze(1)
+            probabilities.masked_fill_(probabilities < least, 0)
+        # float64: a float32 running sum over 150,000 tokens is off by more than many tokens' mass
+        running = probabilities.cumsum(-1, dtype=torch.float64)
+        target = given["uniforms"][slab].double().unsqueeze(1) * running[:, -1:]
+        parts.append(torch.searchsorted(running, target, right=True).squeeze(1))
+    return torch.cat(parts)

@@ -1,9 +1,17 @@
 import numpy as np
 import pytest
+import torch
 
 from halogen_core.models import Decoder, config_of, kv_spec
-from halogen_core.spi import OPS, BackendOptions, ConfigError, ProbeContext, SupportLevel
-from halogen_core.spi.testing import Share, step_batch, tiny_checkpoint
+from halogen_core.spi import (
+    OPS,
+    BackendOptions,
+    ConfigError,
+    ProbeContext,
+    SupportLevel,
+    WeightRole,
+)
+from halogen_core.spi.testing import Share, f32_tensor, step_batch, tiny_checkpoint
 from halogen_cpu_reference import plugin
 from halogen_cpu_reference.backend import create
 
@@ -47,3 +55,39 @@ def test_a_model_runs_in_every_dtype(dtype):
     assert logits.shape == (1, 97)
     assert np.isfinite(logits).all()
     assert logits.dtype == np.float32
+
+
+def test_prepacked_weights_are_the_same_numbers():
+    """OneDNN's layout changes no bit of a weight, and products stay within float32 rounding."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((257, 96)).astype(np.float32)
+    backend = create(BackendOptions())
+    weight = backend.pack([f32_tensor("w", values)], WeightRole.LINEAR)
+    assert weight.payload.is_mkldnn
+    np.testing.assert_array_equal(backend.unpack(weight), values)
+    bias = backend.pack([f32_tensor("b", values[:, 0].copy())], WeightRole.BIAS)
+    for rows in (0, 1, 8, 33):
+        x = rng.standard_normal((rows, 96)).astype(np.float32)
+        got = backend.download(backend.ops.linear(backend.upload(x), weight, bias=bias))
+        want = x.astype(np.float64) @ values.T.astype(np.float64) + values[:, 0]
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_deterministic_mode_is_batch_invariant_at_model_shapes(threads):
+    before = torch.get_num_threads()
+    try:
+        backend = create(BackendOptions(deterministic=True, threads=threads))
+        rng = np.random.default_rng(0)
+        values = rng.standard_normal((960, 576)).astype(np.float32)
+        weight = backend.pack([f32_tensor("w", values)], WeightRole.LINEAR)
+        x = rng.standard_normal((41, 576)).astype(np.float32)
+
+        def product(rows):
+            return backend.download(backend.ops.linear(backend.upload(x[rows]), weight))
+
+        whole = product(slice(None))
+        for start, end in ((0, 1), (3, 4), (40, 41), (0, 7), (5, 22), (1, 41)):
+            np.testing.assert_array_equal(product(slice(start, end)), whole[start:end])
+    finally:
+        torch.set_num_threads(before)
