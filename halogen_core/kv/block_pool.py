@@ -5,16 +5,21 @@ Ids only, no tensors and no device. At every step free + active + cached + pinne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
+from halogen_core.errors import ConfigError
 from halogen_core.kv.eviction import LRU, EvictionPolicy, Evictor
 from halogen_core.kv.lease import Lease, Match
 from halogen_core.kv.node import NOWHERE, Node
-from halogen_core.kv.tree import PrefixTree, pack_tokens
+from halogen_core.kv.residency import Residency
+from halogen_core.kv.tiers import Tiers
+from halogen_core.kv.tree import PrefixTree, ReuseRules, pack_tokens
 
-COUNTERS = ("evictions", "tail_copies")
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -29,7 +34,7 @@ class PoolStats:
 
 
 class BlockPool:
-    """Ref-counted blocks with prefix reuse and eviction by policy."""
+    """Ref-counted blocks with prefix reuse, tiers below, and eviction by policy."""
 
     def __init__(
         self,
@@ -39,40 +44,42 @@ class BlockPool:
         eviction: EvictionPolicy | None = None,
         prefix_cache: bool = True,
         pin_quota: float = 0.5,
-        min_tail: int | None = None,
+        rules: ReuseRules | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
+        """`pin_quota` is a share of the pool."""
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks of {block_size} tokens holds nothing",
+                code="HRT-3301",
+                fix="give the KV pool more memory",
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.pin_quota = int(pin_quota * num_blocks)
-        self.tree = PrefixTree(block_size, min_tail or max(1, block_size // 4))
+        self.tree = PrefixTree(block_size, rules or ReuseRules())
         self.evictor = Evictor(eviction or LRU())
-        self.tick = 0
-        self.counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._idle = 0
-        self._pinned: dict[Node, None] = {}
+        free = list(range(num_blocks - 1, -1, -1))
+        quota = int(pin_quota * num_blocks)
+        self.residency = Residency(self.tree, self.evictor, free, quota, tiers)
+        self.leases: dict[Lease, None] = {}
+        self.breaches = 0
         self._copies: dict[int, Node] = {}
+        self._num_copies = 0
+        self._promises: dict[int, list[Node]] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had now: free, or cached and not pinned."""
-        return len(self._free) + self._idle
+        """Blocks that could be had now: free, or cached and not pinned."""
+        return self.residency.num_available
 
     def stats(self) -> PoolStats:
         """Blocks by state now."""
-        free, cached, pinned = len(self._free), self._idle, len(self._pinned)
+        at = self.residency
+        free, cached, pinned = len(at.free), at.num_idle, at.num_pinned
         return PoolStats(
             self.num_blocks, free, self.num_blocks - free - cached - pinned, cached, pinned
         )
-
-    def free_blocks(self) -> Sequence[int]:
-        """Ids that hold nothing."""
-        return self._free
-
-    def copy_sources(self) -> Iterable[Node]:
-        """Blocks held until a copy has run."""
-        return self._copies.values()
 
     # -- a sequence's way
 
@@ -88,7 +95,9 @@ class BlockPool:
         """A lease without blocks."""
         root = self.tree.root(salt)
         root.refs += 1
-        return Lease(owner, root, use_cache and self.prefix_cache, priority, session)
+        lease = Lease(owner, root, use_cache and self.prefix_cache, priority, session)
+        self.leases[lease] = None
+        return lease
 
     def match(self, lease: Lease, tokens: Sequence[int]) -> Match:
         """The longest cached prefix of `tokens`; changes nothing."""
@@ -98,44 +107,80 @@ class BlockPool:
 
     def adopt(self, lease: Lease, match: Match) -> bool:
         """Give an empty lease the blocks of `match`; False (and no change) if there is no room."""
-        for node in match.nodes:
-            self._acquire(node, lease.priority)
-        lease.nodes += match.nodes
-        lease.blocks += [node.block for node in match.nodes]
-        if match.tail is None:
-            return True
-        self._acquire(match.tail, lease.priority)
-        if not self._extend(lease, 1):
-            self._drop(match.tail)
-            self._surrender(lease)
+        wanted = match.num_idle + match.num_absent + (match.tail is not None)
+        if wanted > self.num_available:
             return False
-        self._copies[lease.blocks[-1]] = match.tail
-        self.counts["tail_copies"] += 1
+        held = match.nodes[match.first :]
+        absent = [node for node in held if node.block == NOWHERE]
+        for node in (*held, *((match.tail,) if match.tail else ())):
+            if node.block != NOWHERE:
+                self.residency.acquire(node, lease.priority)
+        if absent:
+            self.residency.restore(absent)
+        lease.nodes += match.nodes
+        lease.num_released = match.first
+        lease.blocks += [held[0].block] * match.first if held else []
+        lease.blocks += [node.block for node in held]
+        if match.tail is not None:
+            lease.blocks += self.residency.take(1)
+            self._copies[lease.blocks[-1]] = match.tail
+            self._num_copies += 1
+        self.forget(lease.owner)
         return True
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
         """Room for `num_tokens` in all; False (and no change) if there is none."""
         missing = -(-num_tokens // self.block_size) - len(lease.blocks)
-        return missing <= 0 or self._extend(lease, missing)
+        if missing > 0:
+            if missing > self.num_available:
+                return False
+            lease.blocks += self.residency.take(missing)
+        return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
         """Make blocks that are now full findable; a twin's block is taken instead of ours."""
-        if not lease.use_cache:
-            return
         size = self.block_size
-        for i in range(len(lease.nodes), num_computed // size):
-            self._publish(lease, i, pack_tokens(tokens[i * size : (i + 1) * size]))
+        if lease.use_cache:
+            for i in range(len(lease.nodes), num_computed // size):
+                self._publish(lease, i, pack_tokens(tokens[i * size : (i + 1) * size]))
+        if self.tree.window is not None:
+            self._shrink(lease, num_computed)
 
     def release(
         self, lease: Lease, tokens: Sequence[int] = (), num_computed: int = 0, *, back: bool = False
     ) -> None:
-        """Give all blocks back; with `tokens`, what was computed stays findable, tail included."""
-        if tokens and lease.use_cache:
+        """Give all blocks back; with `tokens`, what was computed stays findable, tail included.
+
+        `back`: the sequence was preempted and will come for them.
+        """
+        if tokens and lease.use_cache and num_computed:
             self.publish(lease, tokens, num_computed)
             self._publish_tail(lease, tokens, num_computed)
+        if back:
+            self._promises[lease.owner] = list(lease.nodes)
+            for node in lease.nodes:
+                node.promised += 1
+        if lease.session and self.evictor.policy.pins(lease.priority) and not lease.num_released:
+            self.residency.pin(lease.session, [n for n in lease.nodes if self._is_full(n)])
         self._surrender(lease)
+        del self.leases[lease]
         lease.root.refs -= 1
         self.tree.prune_root(lease.root)
+
+    def forget(self, owner: int) -> None:
+        """A preempted sequence is back, or will not come."""
+        for node in self._promises.pop(owner, ()):
+            node.promised -= 1
+
+    def checkpoint(self, lease: Lease, state: Any) -> None:
+        """Keep recurrent `state` with the last published block (hybrid models)."""
+        if lease.nodes and lease.tip.state is None:
+            lease.tip.state = state
+
+    # -- one step
+
+    def begin_step(self) -> None:
+        self.residency.tick += 1
 
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
         """Block copies (source, destination) to run before the step's writes.
@@ -144,95 +189,64 @@ class BlockPool:
         """
         return tuple((source.block, target) for target, source in self._copies.items())
 
-    def begin_step(self) -> None:
-        self.tick += 1
-
     def end_step(self) -> None:
         """The step and its copies have run."""
         while self._copies:
-            self._drop(self._copies.popitem()[1])
+            self.residency.drop(self._copies.popitem()[1])
 
     def take_moves(self) -> tuple[int, int]:
         """Blocks moved to and from lower tiers since the last call."""
-        return 0, 0
+        tiers = self.residency.tiers
+        if tiers is None:
+            return 0, 0
+        moved = tiers.num_out, tiers.num_in
+        tiers.num_out = tiers.num_in = 0
+        return moved
 
     def unpin_oldest(self) -> bool:
-        return False
+        """Make the longest unseen pinned session evictable; False if none is pinned."""
+        return self.residency.unpin_oldest()
+
+    # -- the books
+
+    def copy_sources(self) -> Iterable[Node]:
+        """Blocks held until a copy has run."""
+        return self._copies.values()
+
+    def audit_idle(self) -> None:
+        """Nobody runs: no block may be active. A breach is counted and mended, never raised."""
+        if self.stats().active > len(self._copies):
+            from halogen_core.kv.ledger import mend
+
+            mend(self)
 
     def counters(self) -> Mapping[str, float]:
-        return {f"kv_{name}": count for name, count in self.counts.items()}
+        return {
+            "kv_evictions": self.residency.num_evictions,
+            "kv_tail_copies": self._num_copies,
+            "kv_invariant_breaches": self.breaches,
+        }
 
     def gauges(self) -> Mapping[str, float]:
         stats = self.stats()
-        return {"cache_usage": (stats.active + stats.pinned) / stats.total}
+        return {
+            "cache_usage": (stats.active + stats.pinned) / stats.total,
+            "kv_blocks_pinned": stats.pinned,
+        }
 
-    # -- blocks
+    # -- inside
 
-    def _extend(self, lease: Lease, count: int) -> bool:
-        if count > self.num_available:
-            return False
-        while len(self._free) < count:
-            self._evict()
-        for _ in range(count):
-            lease.blocks.append(self._free.pop())
-        return True
-
-    def _evict(self) -> None:
-        node = self.evictor.pop()
-        assert node is not None, "cached blocks without a candidate"
-        self._idle -= 1
-        self._free.append(node.block)
-        self.counts["evictions"] += 1
-        self._unplace(node)
-
-    def _unplace(self, node: Node) -> None:
-        """`node` loses its device block; without another home it leaves the tree."""
-        node.block = NOWHERE
-        parent = node.parent
-        assert parent is not None
-        parent.resident_children -= 1
-        if not node.children:
-            del parent.children[node.tokens]
-        self._offer(parent)
-        if parent.is_root:
-            self.tree.prune_root(parent)
-
-    def _offer(self, node: Node) -> None:
-        """Make `node` a candidate if it is one."""
-        if (
-            node.block != NOWHERE
-            and not node.refs
-            and not node.pinned
-            and not node.resident_children
-        ):
-            self.evictor.add(node)
-
-    # -- references
-
-    def _acquire(self, node: Node, priority: int) -> None:
-        if not node.refs and not node.pinned:
-            self._idle -= 1
-            self.evictor.discard(node)
-        node.refs += 1
-        node.uses += 1
-        node.priority = max(node.priority, priority)
-
-    def _drop(self, node: Node) -> None:
-        node.refs -= 1
-        if not node.refs:
-            node.last_used = self.tick
-            if not node.pinned:
-                self._idle += 1
-                self._offer(node)
+    def _is_full(self, node: Node) -> bool:
+        return node.num_tokens == self.block_size
 
     def _surrender(self, lease: Lease) -> None:
-        private = lease.blocks[len(lease.nodes) :]
-        self._free += reversed(private)
+        private = lease.blocks[max(len(lease.nodes), lease.num_released) :]
+        self.residency.free += reversed(private)
         for block in private if self._copies else ():
             if source := self._copies.pop(block, None):
-                self._drop(source)
-        for node in reversed(lease.nodes):
-            self._drop(node)
+                self.residency.drop(source)
+        for node in reversed(lease.nodes[lease.num_released :]):
+            self.residency.drop(node)
         lease.nodes.clear()
         lease.blocks.clear()
 
@@ -240,17 +254,32 @@ class BlockPool:
         parent, block = lease.tip, lease.blocks[index]
         node = parent.children.get(tokens)
         if node is not None and node.block != NOWHERE:
-            self._free.append(block)
+            self.residency.free.append(block)
             lease.blocks[index] = node.block
-            self._acquire(node, lease.priority)
+            self.residency.acquire(node, lease.priority)
         else:
             if node is None:
                 node = parent.children[tokens] = Node(tokens, parent, parent.depth + 1)
-            node.block, node.refs, node.priority = block, 1, lease.priority
-            parent.resident_children += 1
+            self.residency.place(node, block, lease.priority)
         lease.nodes.append(node)
 
     def _publish_tail(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
         full = len(lease.nodes) * self.block_size
         if self.tree.min_tail <= num_computed - full:
             self._publish(lease, len(lease.nodes), pack_tokens(tokens[full:num_computed]))
+
+    def _shrink(self, lease: Lease, num_computed: int) -> None:
+        """Let go of blocks that no layer reads any more; their entries repeat one still held."""
+        window = self.tree.window
+        assert window is not None
+        until = (num_computed - window + 1) // self.block_size
+        until = min(until, (len(lease.nodes) if lease.use_cache else len(lease.blocks)) - 1)
+        if until <= lease.num_released:
+            return
+        for i in range(lease.num_released, until):
+            if lease.use_cache:
+                self.residency.drop(lease.nodes[i])
+            else:
+                self.residency.free.append(lease.blocks[i])
+        lease.num_released = until
+        lease.blocks[:until] = [lease.blocks[until]] * until

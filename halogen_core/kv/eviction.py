@@ -125,6 +125,11 @@ class Evictor:
                 return node
         return None
 
+    def clear(self) -> None:
+        """No candidates any more."""
+        self._heap.clear()
+        self._live = 0
+
     def _compact(self) -> None:
         self._heap = [e for e in self._heap if e[3].candidate and e[2] == e[3].stamp]
         heapq.heapify(self._heap)

@@ -44,3 +44,7 @@ class Match:
     """Of `nodes` and `tail`, those that count as available until they are adopted."""
     num_absent: int = 0
     """Of `nodes`, those that need a device block (they are in a lower tier)."""
+    first: int = 0
+    """Of `nodes`, the first that is still inside the attention window."""
+    state: object = None
+    """Recurrent state at the end of `nodes`, where the model needs one."""

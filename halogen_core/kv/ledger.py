@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from halogen_core.kv.block_pool import BlockPool
 from halogen_core.kv.lease import Lease
 from halogen_core.kv.node import NOWHERE, Node
+
+log = logging.getLogger(__name__)
 
 
 def nodes_of(pool: BlockPool) -> Iterator[Node]:
@@ -20,18 +23,64 @@ def nodes_of(pool: BlockPool) -> Iterator[Node]:
             yield node
 
 
-def breach(pool: BlockPool, leases: Iterable[Lease]) -> str | None:
+def breach(pool: BlockPool) -> str | None:
     """What is wrong with the books, recounted from scratch; None: nothing. Linear in blocks."""
-    leases = list(leases)
-    nodes = list(nodes_of(pool))
+    leases, nodes = list(pool.leases), list(nodes_of(pool))
     return _places(pool, leases, nodes) or _references(pool, leases, nodes) or _counts(pool, nodes)
 
 
+def mend(pool: BlockPool) -> str | None:
+    """Report a breach, count it, and make the books true again from what leases really hold.
+
+    Cached prefixes that nobody holds are forgotten; running sequences keep their blocks.
+    """
+    found = breach(pool)
+    if found is None:
+        return None
+    pool.breaches += 1
+    log.error("KV ledger: %s (%s); rebuilt from %d leases", found, pool.stats(), len(pool.leases))
+    at = pool.residency
+    held: dict[Node, int] = Counter(pool.copy_sources())
+    private: set[int] = set()
+    for lease in pool.leases:
+        for node in lease.nodes[lease.num_released :]:
+            held[node] += 1
+        private.update(lease.blocks[max(len(lease.nodes), lease.num_released) :])
+    for node in list(nodes_of(pool)):
+        if node.tier is not None:
+            node.tier.give_back(node)
+        node.refs, node.pinned, node.candidate = held.get(node, 0), 0, False
+        node.resident_children = 0
+        if not node.refs:
+            node.block = NOWHERE
+    _prune(pool)
+    used = private | {node.block for node in held}
+    at.free[:] = [b for b in range(pool.num_blocks - 1, -1, -1) if b not in used]
+    at.num_idle = at.num_pinned = at.num_pin_marks = 0
+    at.pins.clear()
+    at.evictor.clear()
+    return found
+
+
+def _prune(pool: BlockPool) -> None:
+    """Only paths to blocks that have a place stay."""
+    kept = list(nodes_of(pool))
+    for node in sorted(kept, key=lambda n: -n.depth):
+        parent = node.parent
+        assert parent is not None
+        parent.resident_children += node.block != NOWHERE
+        if not node.is_somewhere and not node.children:
+            del parent.children[node.tokens]
+    for root in list(pool.tree.roots.values()):
+        root.resident_children = sum(c.block != NOWHERE for c in root.children.values())
+        pool.tree.prune_root(root)
+
+
 def _places(pool: BlockPool, leases: list[Lease], nodes: list[Node]) -> str | None:
-    places = Counter(pool.free_blocks())
+    places = Counter(pool.residency.free)
     places.update(node.block for node in nodes if node.block != NOWHERE)
     for lease in leases:
-        places.update(lease.blocks[len(lease.nodes) :])
+        places.update(lease.blocks[max(len(lease.nodes), lease.num_released) :])
     wrong = {b: places[b] for b in range(pool.num_blocks) if places[b] != 1}
     if wrong or len(places) != pool.num_blocks:
         return f"blocks with other than one place: {dict(list(wrong.items())[:8])}"
@@ -41,8 +90,10 @@ def _places(pool: BlockPool, leases: list[Lease], nodes: list[Node]) -> str | No
 def _references(pool: BlockPool, leases: list[Lease], nodes: list[Node]) -> str | None:
     owned = Counter(pool.copy_sources())
     for lease in leases:
-        owned.update(lease.nodes)
-        if any(n.block != b for n, b in zip(lease.nodes, lease.blocks, strict=False)):
+        kept = slice(lease.num_released, None)
+        owned.update(lease.nodes[kept])
+        pairs = zip(lease.nodes[kept], lease.blocks[kept], strict=False)
+        if any(node.block != block for node, block in pairs):
             return f"block table of {lease.owner} differs from its published blocks"
     for node in nodes:
         if node.refs != owned[node]:
@@ -56,7 +107,7 @@ def _references(pool: BlockPool, leases: list[Lease], nodes: list[Node]) -> str 
 
 def _counts(pool: BlockPool, nodes: list[Node]) -> str | None:
     idle = sum(n.block != NOWHERE and not n.refs and not n.pinned for n in nodes)
-    pinned = sum(n.pinned for n in nodes)
+    pinned = sum(n.block != NOWHERE and not n.refs and n.pinned > 0 for n in nodes)
     stats = pool.stats()
     if (idle, pinned) != (stats.cached, stats.pinned):
         return f"{idle} cached and {pinned} pinned blocks, counted as {stats}"

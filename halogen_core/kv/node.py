@@ -41,7 +41,8 @@ class Node:
     """Preempted sequences that will come back for it."""
     priority: int = attrs.field(default=0, init=False)
     """Highest of those that used it."""
-    pinned: bool = attrs.field(default=False, init=False)
+    pinned: int = attrs.field(default=0, init=False)
+    """Sessions that pin it."""
     candidate: bool = attrs.field(default=False, init=False)
     """May be evicted now."""
     stamp: int = attrs.field(default=0, init=False)
@@ -61,3 +62,8 @@ class Node:
     def is_idle(self) -> bool:
         """On the device, held by nobody, free to go."""
         return self.block != NOWHERE and not self.refs and not self.pinned
+
+    @property
+    def is_somewhere(self) -> bool:
+        """On the device or in a lower tier; else it only leads to its children."""
+        return self.block != NOWHERE or self.tier is not None

@@ -37,18 +37,31 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return low
 
 
+@attrs.frozen(kw_only=True)
+class ReuseRules:
+    """When a cached block may serve."""
+
+    min_tail: int | None = None
+    """Fewest tokens for which a partial match is worth copying a block; None: a quarter of it."""
+    window: int | None = None
+    """Attention window in tokens, if every layer has one: older blocks need not be resident."""
+    needs_state: bool = False
+    """Recurrent layers: a prefix is usable only up to a state checkpoint."""
+
+
 @attrs.define(eq=False)
 class PrefixTree:
     """All cached prefixes, by salt."""
 
     block_size: int
-    min_tail: int = 1
-    """Fewest tokens for which a partial match is worth copying a block."""
-    window: int | None = None
-    """Attention window in tokens, if every layer has one: older blocks need not be resident."""
-    needs_state: bool = False
-    """Recurrent layers: a prefix is usable only up to a state checkpoint."""
+    rules: ReuseRules = attrs.field(factory=ReuseRules)
+    min_tail: int = attrs.field(init=False)
+    window: int | None = attrs.field(init=False)
     roots: dict[bytes, Node] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.min_tail = self.rules.min_tail or max(1, self.block_size // 4)
+        self.window = self.rules.window
 
     def root(self, salt: bytes) -> Node:
         """The tree of `salt`, made on first use."""
@@ -73,13 +86,17 @@ class PrefixTree:
         data = pack_tokens(tokens if len(tokens) < 4096 else array("I", tokens))
         path = self._walk(root, data, last // self.block_size)
         path = path[: self._usable(path)]
-        tail, extra = (None, 0) if self.needs_state else self._tail(path, root, data, last)
+        first = self._first_needed(len(path))
+        tail, extra = (None, 0) if self.rules.needs_state else self._tail(path, root, data, last)
+        held = (*path[first:], *((tail,) if tail else ()))
         return Match(
             len(path) * self.block_size + extra,
             tuple(path),
             tail,
-            sum(n.is_idle for n in (*path, *((tail,) if tail else ()))),
-            sum(n.block == NOWHERE for n in path),
+            sum(n.is_idle for n in held),
+            sum(n.block == NOWHERE for n in held),
+            first,
+            path[-1].state if path and self.rules.needs_state else None,
         )
 
     def _walk(self, node: Node, data: bytes, max_blocks: int) -> list[Node]:
@@ -88,7 +105,7 @@ class PrefixTree:
         ghosts = self.window is not None
         for at in range(0, max_blocks * step, step):
             child = node.children.get(data[at : at + step])
-            if child is None or (child.block == NOWHERE and child.tier is None and not ghosts):
+            if child is None or not (ghosts or child.is_somewhere):
                 break
             path.append(child)
             node = child
@@ -96,18 +113,21 @@ class PrefixTree:
 
     def _usable(self, path: list[Node]) -> int:
         """How many blocks of `path` a sequence may start from."""
+        if self.window is None and not self.rules.needs_state:
+            return len(path)  # `_walk` stopped at the first absent one
         for length in range(len(path), 0, -1):
-            if self.needs_state and path[length - 1].state is None:
+            if self.rules.needs_state and path[length - 1].state is None:
                 continue
-            if all(n.block != NOWHERE or n.tier for n in path[self._first_needed(length) : length]):
+            if all(n.is_somewhere for n in path[self._first_needed(length) : length]):
                 return length
         return 0
 
-    def _first_needed(self, length: int) -> int:
-        """Index of the first block of `length` that the next token still reads."""
-        if self.window is None:
-            return length  # `_walk` stopped at the first absent one
-        return max(0, (length * self.block_size - self.window + 1) // self.block_size)
+    def _first_needed(self, num_blocks: int) -> int:
+        """Index of the first block that a token after `num_blocks` blocks still reads."""
+        if self.window is None or not num_blocks:
+            return 0
+        oldest = num_blocks * self.block_size - self.window + 1
+        return min(num_blocks - 1, max(0, oldest // self.block_size))
 
     def _tail(
         self, path: list[Node], root: Node, data: bytes, last: int

@@ -68,6 +68,14 @@ class BlockManagerProtocol(Protocol):
         """Give all blocks back; `back`: the sequence will come for them again."""
         ...
 
+    def forget(self, owner: int) -> None:
+        """A preempted sequence will not come back."""
+        ...
+
+    def audit_idle(self) -> None:
+        """Nobody runs: no block may be active; a breach is counted and mended, never raised."""
+        ...
+
     def unpin_oldest(self) -> bool:
         """Make the longest unused pinned session evictable; False if none is pinned."""
         ...

@@ -41,6 +41,8 @@ class SchedulerConfig:
     """Prompts longer than this take the long lane (A14)."""
     long_lane_share: float = 0.5
     """Share of the steps that the long lane gets while others have work."""
+    long_patience_s: float = 2.0
+    """A long prompt that blocks are kept from for longer stops others from taking more."""
     max_preemptions: int = 3
     """After so many, a sequence is let in again only with all the blocks it can ever need."""
     headroom: float = 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import attrs
 
@@ -14,6 +15,8 @@ class WaitingQueue:
     """Sequences by key; those taken out in the middle leave a hole that is skipped later."""
 
     _heap: list[tuple[tuple[float, int], int, Sequence]] = attrs.field(factory=list, init=False)
+    num_tokens: int = attrs.field(default=0, init=False)
+    """Of all members' known text."""
     _serial: int = attrs.field(default=0, init=False)
     _members: dict[int, Sequence] = attrs.field(factory=dict, init=False)
 
@@ -22,6 +25,7 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         self._members[seq.seq_id] = seq
+        self.num_tokens += seq.num_tokens
         self._serial += 1
         heapq.heappush(self._heap, (seq.key, self._serial, seq))
 
@@ -37,13 +41,15 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out, wherever it stands."""
         del self._members[seq.seq_id]
+        self.num_tokens -= seq.num_tokens
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [e for e in self._heap if self._members.get(e[2].seq_id) is e[2]]
             heapq.heapify(self._heap)
 
-    def oldest_arrival(self) -> float:
-        """Of the longest waiting member; the queue must not be empty."""
-        return next(iter(self._members.values())).arrival
+    def by_age(self) -> Iterator[Sequence]:
+        """Members, longest here first."""
+        return iter(self._members.values())
 
-    def members(self) -> list[Sequence]:
-        return list(self._members.values())
+    def oldest(self) -> Sequence | None:
+        """The member that has been here longest."""
+        return next(iter(self._members.values()), None)

@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
-from halogen_core.errors import RequestError
 from halogen_core.scheduler.admission import Door
 from halogen_core.scheduler.blocks import BlockManagerProtocol
 from halogen_core.scheduler.config import SchedulerConfig
+from halogen_core.scheduler.deadlines import Deadlines
+from halogen_core.scheduler.lanes import Lanes, is_long, lane_of
 from halogen_core.scheduler.pacing import BatchWindow, CostModel, StepBudget
 from halogen_core.scheduler.plan import StepPlan
 from halogen_core.scheduler.policy import FCFS, QueuePolicy
 from halogen_core.scheduler.queue import WaitingQueue
+from halogen_core.scheduler.residents import Residents
 from halogen_core.scheduler.sequence import Lane, ScheduledSequence, Sequence, Status
 from halogen_core.spi import Limits
 
 COUNTERS = (
     "requests_admitted",
     "preemptions",
-    "recomputed_tokens",
     "prefix_cache_queries",
     "prefix_cache_hits",
-    "prefill_timeouts",
-    "queue_timeouts",
 )
 
 
@@ -49,18 +48,22 @@ class Scheduler:
         limits = limits or Limits()
         self.max_batch = min(config.max_batch, limits.max_sequences or config.max_batch)
         self.max_tokens = min(config.max_batch_tokens, limits.max_tokens or config.max_batch_tokens)
-        self.running: list[Sequence] = []
-        self.waiting = WaitingQueue()
+        self.waiting = {lane: WaitingQueue() for lane in Lane}
+        self._residents = Residents(config, blocks)
         self._door = Door(config, blocks.num_blocks, blocks.block_size, limits.max_context)
         self._budget = StepBudget(cost, config.tpot_target_s, blocks.block_size)
         self._window = BatchWindow.of(config)
-        self._headroom = int(config.headroom * blocks.num_blocks)
+        self._deadlines = Deadlines(config)
+        self._lanes = Lanes(config.long_lane_share)
         self._sequences: dict[int, Sequence] = {}
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._serial = 0
-        self._live_tokens = 0
 
     # -- the public face
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self._residents.running
 
     @property
     def num_running(self) -> int:
@@ -68,30 +71,40 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        return sum(len(queue) for queue in self.waiting.values())
 
     def counters(self) -> Mapping[str, float]:
         """Totals since start, by metric name without prefix and suffix."""
-        return {**self._counts, **self.blocks.counters()}
+        return {
+            **self._counts,
+            "recomputed_tokens": self._residents.recomputed_tokens,
+            "prefill_timeouts": self._deadlines.num_prefill,
+            "queue_timeouts": self._deadlines.num_queue,
+            **self.blocks.counters(),
+        }
 
     def gauges(self) -> Mapping[str, float]:
         """Values now."""
-        long_lane = sum(seq.lane is Lane.LONG for seq in self.running)
-        return {"requests_long_lane": long_lane, **self.blocks.gauges()}
+        long = len(self.waiting[Lane.LONG]) + sum(is_long(seq) for seq in self.running)
+        used = sum(seq.num_computed_tokens for seq in self.running)
+        held = sum(len(seq.block_table) for seq in self.running) * self.blocks.block_size
+        return {
+            "requests_long_lane": long,
+            "kv_fragmentation_ratio": 1 - used / held if held else 0.0,
+            **self.blocks.gauges(),
+        }
 
     def add(self, seq: Sequence) -> None:
-        """Queue `seq`; constant time but for the heap.
+        """Queue `seq`; the cost does not depend on how many wait (but for the heap's logarithm).
 
         Raises `Overloaded` if the queue is full, `RequestError` if it can never run.
         """
-        self._door.check(seq, len(self.waiting))
-        limit = self.config.long_prompt_tokens
-        if limit is not None and seq.num_prompt_tokens > limit:
-            seq.lane = Lane.LONG
+        self._door.check(seq, self.num_waiting)
+        seq.lane = lane_of(seq, self.config)
         self._serial += 1
         seq.key = (self.policy.key(seq), self._serial)
         self._sequences[seq.seq_id] = seq
-        self.waiting.push(seq)
+        self.waiting[seq.lane].push(seq)
 
     def abort(self, seq_id: int) -> bool:
         """Forget a sequence in whatever state; False if it is unknown (it may just have ended)."""
@@ -106,30 +119,36 @@ class Scheduler:
         if self._sequences.pop(seq.seq_id, None) is None:
             return
         if seq.status is Status.RUNNING:
-            self.running.remove(seq)
-            self._give_back(seq)
+            self._residents.leave(seq)
         else:
-            self.waiting.remove(seq)
+            self.waiting[seq.lane].remove(seq)
+            self.blocks.forget(seq.seq_id)
         seq.status = Status.FINISHED
+        if not self.running:
+            self.blocks.audit_idle()
 
     def schedule(self, now: float) -> StepPlan:
         """This step's work."""
         self.blocks.begin_step()
-        items: list[ScheduledSequence] = []
-        prompts: list[Sequence] = []
-        for seq in tuple(self.running):
-            if seq.status is not Status.RUNNING:
-                continue
-            if len(seq.token_ids) - seq.num_computed_tokens > 1:
-                prompts.append(seq)
-            elif seq.num_computed_tokens < seq.capacity or self._make_room(seq, 1):
-                items.append(seq.decode_item)
-        budget = self._prompt_budget(items)
-        budget = self._continue_prompts(prompts, budget, items)
-        wait = self._admit(now, budget, items)
+        self._residents.begin_step()
+        self._deadlines.expired.clear()
+        for seq in self._deadlines.waited_too_long(self.waiting.values(), now):
+            self.finish(seq)
+        lane = self._lanes.next(
+            normal=self._has_work(Lane.NORMAL),
+            long=self._has_work(Lane.LONG),
+        )
+        items, wait = self._long_step(now) if lane is Lane.LONG else self._normal_step(now)
+        for seq in self._residents.preempted:
+            self.waiting[seq.lane].push(seq)
+        self._counts["preemptions"] += len(self._residents.preempted)
+        moved_out, moved_in = self.blocks.take_moves()
         return StepPlan(
             items=tuple(items),
             copies=self.blocks.pending_copies(),
+            num_swapped_out=moved_out,
+            num_swapped_in=moved_in,
+            expired=tuple(self._deadlines.expired),
             wait_until=None if items else wait,
         )
 
@@ -141,13 +160,61 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue
             before = seq.num_computed_tokens
-            seq.num_computed_tokens = after = before + num_tokens
-            if before // size != after // size:
-                self.blocks.publish(seq.lease, seq.token_ids, after)
+            after = before + num_tokens
             if samples and (tokens := sampled.get(seq.seq_id)):
                 seq.token_ids += tokens
+                if seq.num_draft_tokens:
+                    after -= seq.num_draft_tokens - (len(tokens) - 1)
+                    seq.num_draft_tokens = 0
+            seq.num_computed_tokens = after
+            if before // size != after // size:
+                self.blocks.publish(seq.lease, seq.token_ids, after)
 
-    # -- running
+    # -- one step
+
+    def _has_work(self, lane: Lane) -> bool:
+        if len(self.waiting[lane]):
+            return True
+        long = lane is Lane.LONG
+        if self.config.long_prompt_tokens is None and self.config.prefill_timeout_s is None:
+            return not long and bool(self.running)
+        return any(is_long(seq) == long for seq in self.running)
+
+    def _normal_step(self, now: float) -> tuple[list[ScheduledSequence], float | None]:
+        items: list[ScheduledSequence] = []
+        prompts: list[Sequence] = []
+        make_room = self._residents.make_room
+        fast = self.config.max_total_tokens is None
+        for seq in tuple(self.running):
+            if seq.status is not Status.RUNNING:
+                continue
+            if len(seq.token_ids) - seq.num_computed_tokens > 1 or seq.num_draft_tokens:
+                if not is_long(seq):
+                    prompts.append(seq)
+            elif (fast and seq.num_computed_tokens < seq.capacity) or make_room(seq, 1):
+                items.append(seq.decode_item)
+        budget = self._prompt_budget(items)
+        prompts = [seq for seq in prompts if not self._deadlines.prefill_over(seq, now)]
+        budget = self._continue_prompts(prompts, budget, items)
+        if self._residents.preempted:  # some of them may be in `items`; nobody enters now
+            return [item for item in items if item.seq.status is Status.RUNNING], None
+        return items, self._admit(self.waiting[Lane.NORMAL], now, budget, items)
+
+    def _long_step(self, now: float) -> tuple[list[ScheduledSequence], float | None]:
+        """Over-long prompts alone, one after the other."""
+        items: list[ScheduledSequence] = []
+        others = sum(not is_long(seq) for seq in self.running)
+        limit = max(self.blocks.block_size, self.max_tokens // 4) if others else self.max_tokens
+        budget = self._budget.prefill_tokens(others, 0, limit)
+        prompts = [seq for seq in self.running if is_long(seq)][:1]
+        self._continue_prompts(prompts, budget, items)
+        if self._residents.preempted:
+            return [item for item in items if item.seq.status is Status.RUNNING], None
+        if not items and (head := self.waiting[Lane.LONG].head()):
+            self._enter(head, now, budget, items)
+        if not items:
+            return self._normal_step(now)
+        return items, None
 
     def _prompt_budget(self, items: list[ScheduledSequence]) -> int:
         left = self.max_tokens - len(items)
@@ -159,110 +226,75 @@ class Scheduler:
     def _continue_prompts(
         self, prompts: list[Sequence], budget: int, items: list[ScheduledSequence]
     ) -> int:
+        others_wait = len(self.waiting[Lane.NORMAL])
         for seq in prompts:
             if seq.status is not Status.RUNNING or budget <= 0:
                 continue
-            share = budget if not len(self.waiting) else max(1, budget // 2)
-            count = min(seq.num_uncomputed_tokens, share)
-            if self._make_room(seq, count):
-                items.append(self._item(seq, count))
+            share = max(1, budget // 2) if others_wait else budget
+            count = self._clip(seq, share)
+            if self._residents.make_room(seq, count):
+                items.append(_item(seq, count))
                 budget -= count
         return budget
 
-    def _item(self, seq: Sequence, count: int) -> ScheduledSequence:
-        return ScheduledSequence(seq, count, count == seq.num_uncomputed_tokens)
+    def _clip(self, seq: Sequence, limit: int) -> int:
+        """Tokens of `seq` to compute now: not past a checkpoint of recurrent state."""
+        count = min(seq.num_uncomputed_tokens + seq.num_draft_tokens, limit)
+        for position in seq.checkpoints:
+            if 0 < position - seq.num_computed_tokens < count:
+                return position - seq.num_computed_tokens
+        return count
 
-    def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens of `seq`, by preempting whoever ranks last."""
-        while not self._grow(seq, count):
-            victim = max(self.running, key=_rank)
-            self._preempt(victim)
-            if victim is seq:
-                return False
-        return True
+    # -- entry
 
-    def _grow(self, seq: Sequence, count: int) -> bool:
-        if not self.blocks.grow(seq.lease, seq.num_computed_tokens + count):
-            return False
-        seq.capacity = len(seq.block_table) * self.blocks.block_size
-        return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._counts["preemptions"] += 1
-        seq.num_preemptions += 1
-        self._give_back(seq)
-        seq.status = Status.WAITING
-        self.waiting.push(seq)
-
-    def _give_back(self, seq: Sequence) -> None:
-        self.blocks.release(seq.lease, seq.token_ids, seq.num_computed_tokens)
-        seq.lease = None
-        seq.block_table = []
-        seq.capacity = seq.num_computed_tokens = 0
-
-    # -- waiting
-
-    def _admit(self, now: float, budget: int, items: list[ScheduledSequence]) -> float | None:
-        while budget > 0 and len(self.running) < self.max_batch:
-            seq = self.waiting.head()
-            if seq is None or not self._try_admit(seq, now):
+    def _admit(
+        self, queue: WaitingQueue, now: float, budget: int, items: list[ScheduledSequence]
+    ) -> float | None:
+        """Let waiting sequences in; the time to ask again, if they are to wait for company."""
+        oldest = queue.oldest()
+        if oldest is None or self._long_is_starved(now):
+            return None
+        full = (
+            oldest.num_preemptions > 0
+            or len(queue) >= self.max_batch - self.num_running
+            or queue.num_tokens >= budget
+        )
+        opens = self._window.opens(oldest.arrival, busy=self.num_running > 0, full=full)
+        if now + 1e-9 < opens:
+            return opens
+        while budget > 0 and self.num_running < self.max_batch:
+            seq = queue.head()
+            if seq is None or not (count := self._enter(seq, now, budget, items)):
                 return None
-            count = min(seq.num_uncomputed_tokens, budget)
-            if not self._grow(seq, count):
-                raise RequestError("admission promised blocks that are not there")
-            items.append(self._item(seq, count))
             budget -= count
         return None
 
-    def _try_admit(self, seq: Sequence, now: float) -> bool:
-        blocks = self.blocks
-        lease = blocks.open(
-            seq.seq_id,
-            seq.salt,
-            use_cache=seq.use_prefix_cache,
-            priority=seq.priority,
-            session=seq.session,
-        )
-        match = blocks.match(lease, seq.token_ids)
-        total = -(-seq.num_tokens // blocks.block_size)
-        new = total - len(match.nodes) + match.num_absent
-        if new + match.num_idle + self._reserve() > blocks.num_available or not blocks.adopt(
-            lease, match
-        ):
-            blocks.release(lease)
-            return False
-        self._enter(seq, lease, match.num_tokens, now)
-        return True
-
-    def _reserve(self) -> int:
-        """Blocks kept for those that run: what they are known to need, and headroom to grow."""
-        if not self.running:
+    def _enter(self, seq: Sequence, now: float, budget: int, items: list[ScheduledSequence]) -> int:
+        """Let `seq` in and give it tokens of this step; 0: it must wait."""
+        first = seq.started is None
+        if self.num_running >= self.max_batch or not self._residents.admit(seq, now):
             return 0
-        size = self.blocks.block_size
-        promised = sum(
-            -(-len(seq.token_ids) // size) - len(seq.block_table)
-            for seq in self.running
-            if len(seq.token_ids) > seq.capacity
-        )
-        return promised + self._headroom
-
-    def _enter(self, seq: Sequence, lease: object, num_cached: int, now: float) -> None:
-        self.waiting.remove(seq)
-        self.policy.admitted(seq)
-        self._counts["requests_admitted"] += not seq.num_preemptions
-        seq.lease = lease
-        seq.block_table = seq.lease.blocks
-        seq.capacity = len(seq.block_table) * self.blocks.block_size
-        seq.num_computed_tokens = num_cached
-        if seq.started is None:
-            seq.started = now
-            seq.num_cached_tokens = num_cached
+        self.waiting[seq.lane].remove(seq)
+        if first:
+            self.policy.admitted(seq)
+            self._counts["requests_admitted"] += 1
             self._counts["prefix_cache_queries"] += seq.num_prompt_tokens
-            self._counts["prefix_cache_hits"] += num_cached
-        seq.status = Status.RUNNING
-        self.running.append(seq)
+            self._counts["prefix_cache_hits"] += seq.num_cached_tokens
+        count = self._clip(seq, budget)
+        if not self._residents.make_room(seq, count):
+            return 0
+        items.append(_item(seq, count))
+        return count
+
+    def _long_is_starved(self, now: float) -> bool:
+        head = self.waiting[Lane.LONG].head()
+        return (
+            head is not None
+            and self.num_running > 0
+            and now - head.arrival > self.config.long_patience_s
+            and not any(is_long(seq) for seq in self.running)
+        )
 
 
-def _rank(seq: Sequence) -> tuple[float, int]:
-    return seq.key
+def _item(seq: Sequence, count: int) -> ScheduledSequence:
+    return ScheduledSequence(seq, count, count >= seq.num_uncomputed_tokens)

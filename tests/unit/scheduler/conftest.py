@@ -83,8 +83,8 @@ class Driver:
             self.finished.append(seq)
 
     def audit(self):
-        leases = [seq.lease for seq in self.scheduler.running]
-        assert breach(self.pool, leases) is None
+        assert {seq.lease for seq in self.scheduler.running} == set(self.pool.leases)
+        assert breach(self.pool) is None
 
     def run(self, limit=20_000):
         while self.scheduler.num_running or self.scheduler.num_waiting:

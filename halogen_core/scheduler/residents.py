@@ -1,0 +1,166 @@
+"""The running sequences: their room to grow, who gives way, and the promise that all end.
+
+A preempted sequence keeps its rank. After `max_preemptions` it is let in again only with every
+block it can ever need set aside, so it is never preempted again: no thrash, and a proof of
+progress (the first in rank always runs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from halogen_core.scheduler.blocks import BlockManagerProtocol, MatchProtocol
+from halogen_core.scheduler.config import SchedulerConfig
+from halogen_core.scheduler.sequence import Sequence, Status
+
+
+@attrs.define(eq=False)
+class Residents:
+    """Who runs, and what blocks they hold, are promised or have set aside."""
+
+    config: SchedulerConfig
+    blocks: BlockManagerProtocol
+    running: list[Sequence] = attrs.field(factory=list, init=False)
+    preempted: list[Sequence] = attrs.field(factory=list, init=False)
+    """In this step."""
+    set_aside: int = attrs.field(default=0, init=False)
+    """Blocks that guarded sequences do not hold yet but have been promised."""
+    live_tokens: int = attrs.field(default=0, init=False)
+    """Tokens in the KV cache, kept only under `max_total_tokens`."""
+    recomputed_tokens: int = attrs.field(default=0, init=False)
+
+    def begin_step(self) -> None:
+        self.preempted.clear()
+        if self.config.max_total_tokens is not None:
+            self.live_tokens = sum(map(self._weight, self.running))
+
+    def make_room(self, seq: Sequence, count: int) -> bool:
+        """Blocks for `count` more tokens of `seq`, if need be from whoever ranks last.
+
+        False: `seq` itself had to give way.
+        """
+        while not self._grow(seq, count):
+            victim = max((s for s in self.running if not self.is_guarded(s)), key=_rank)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        self.live_tokens += 0 if self.is_guarded(seq) else count
+        return True
+
+    def is_guarded(self, seq: Sequence) -> bool:
+        """Whether `seq` has given way often enough."""
+        return seq.num_preemptions >= self.config.max_preemptions
+
+    def admit(self, seq: Sequence, now: float) -> bool:
+        """Let `seq` in if the blocks of its whole known text are there, cached ones included."""
+        blocks = self.blocks
+        tokens = seq.max_tokens if self.is_guarded(seq) else seq.num_tokens
+        if self.running and self._over_cap(tokens):
+            return False
+        lease = blocks.open(
+            seq.seq_id,
+            seq.salt,
+            use_cache=seq.use_prefix_cache,
+            priority=seq.priority,
+            session=seq.session,
+        )
+        match = blocks.match(lease, seq.token_ids)
+        if not self._fits(seq, match) or not blocks.adopt(lease, match):
+            blocks.release(lease)
+            return False
+        self._enter(seq, lease, match.num_tokens, now)
+        return True
+
+    def leave(self, seq: Sequence, *, back: bool = False) -> None:
+        """`seq` gives its blocks back; what they hold stays findable."""
+        self.running.remove(seq)
+        if self.is_guarded(seq):
+            self.set_aside -= self._ceiling(seq) - len(seq.block_table)
+        self.blocks.release(seq.lease, seq.token_ids, seq.num_computed_tokens, back=back)
+        seq.lease = None
+        seq.block_table = []
+        seq.capacity = 0
+
+    # -- room
+
+    def _grow(self, seq: Sequence, count: int) -> bool:
+        total = seq.num_computed_tokens + count
+        guarded = self.is_guarded(seq)
+        if not guarded and len(self.running) > 1 and self._over_cap(count):
+            return False
+        missing = -(-total // self.blocks.block_size) - len(seq.block_table)
+        if missing <= 0:
+            return True
+        if not guarded and missing + self.set_aside > self.blocks.num_available:
+            return False
+        if not self.blocks.grow(seq.lease, total):
+            return False
+        self.set_aside -= missing if guarded else 0
+        seq.capacity = len(seq.block_table) * self.blocks.block_size
+        return True
+
+    def _over_cap(self, count: int) -> bool:
+        cap = self.config.max_total_tokens
+        return cap is not None and self.live_tokens + count > cap
+
+    def _weight(self, seq: Sequence) -> int:
+        """What `seq` counts for under `max_total_tokens`."""
+        return seq.max_tokens if self.is_guarded(seq) else seq.num_computed_tokens
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.live_tokens -= seq.num_computed_tokens
+        self.leave(seq, back=True)
+        seq.num_preemptions += 1
+        seq.num_computed_tokens = 0
+        seq.status = Status.WAITING
+        self.preempted.append(seq)
+
+    # -- entry
+
+    def _ceiling(self, seq: Sequence) -> int:
+        """Blocks that `seq` can come to hold."""
+        return -(-max(seq.max_tokens, seq.num_tokens) // self.blocks.block_size)
+
+    def _fits(self, seq: Sequence, match: MatchProtocol) -> bool:
+        known = -(-seq.num_tokens // self.blocks.block_size)
+        total = self._ceiling(seq) if self.is_guarded(seq) else known
+        needed = total - len(match.nodes) + match.num_absent + match.num_idle
+        while needed + self._reserve() > self.blocks.num_available:
+            if self.running or not self.blocks.unpin_oldest():  # pins yield only to progress
+                return False
+        return True
+
+    def _reserve(self) -> int:
+        """Blocks kept for those that run: what their known text needs, and some to grow."""
+        if not self.running:
+            return 0
+        size = self.blocks.block_size
+        promised = sum(
+            -(-len(seq.token_ids) // size) - len(seq.block_table)
+            for seq in self.running
+            if len(seq.token_ids) > seq.capacity and not self.is_guarded(seq)
+        )
+        headroom = int(self.config.headroom * self.blocks.num_blocks)
+        return promised + self.set_aside + headroom
+
+    def _enter(self, seq: Sequence, lease: Any, num_cached: int, now: float) -> None:
+        seq.lease = lease
+        seq.block_table = lease.blocks
+        seq.capacity = len(seq.block_table) * self.blocks.block_size
+        seq.num_computed_tokens = num_cached
+        if self.is_guarded(seq):
+            self.set_aside += self._ceiling(seq) - len(seq.block_table)
+        if seq.started is None:
+            seq.started = seq.prefill_began = now
+            seq.num_cached_tokens = num_cached
+        else:
+            self.recomputed_tokens += seq.num_tokens - num_cached
+        seq.status = Status.RUNNING
+        self.live_tokens += self._weight(seq)
+        self.running.append(seq)
+
+
+def _rank(seq: Sequence) -> tuple[float, int]:
+    return seq.key
