@@ -9,6 +9,7 @@ import click
 
 from halogen_ascend.drawing import chrome_trace, svg
 from halogen_ascend.explain import Explained, explain_step, shape_called, shapes
+from halogen_ascend.explain_batching import explain_batching_command
 from halogen_ascend.options import SimOptions, sim_options
 from halogen_core.spi import BackendOptions, ConfigError
 
@@ -16,6 +17,7 @@ from halogen_core.spi import BackendOptions, ConfigError
 def add_commands(group: click.Group) -> None:
     """Called through the hook `halogen_cli_commands`."""
     group.add_command(explain_step_command)
+    group.add_command(explain_batching_command)
 
 
 @click.command("explain-step")

@@ -32,9 +32,6 @@ class SimOptions:
     rope_align: int = 128
     blocking: bool = False
     faults: tuple[Fault, ...] = ()
-    min_batch_window_ms: float = 0.0
-    max_batch_window_ms: float = 10.0
-    idle_frequency_boost: bool = False
 
 
 def sim_options(options: BackendOptions) -> SimOptions:
@@ -68,12 +65,6 @@ def _check(made: SimOptions) -> None:
         raise _wrong("rope_align", made.rope_align, "a power of two of at least 4 bytes")
     if made.launch_s < 0:
         raise _wrong("launch_us", made.launch_s * 1e6, "0 or more microseconds")
-    if not 0 <= made.min_batch_window_ms <= made.max_batch_window_ms:
-        raise _wrong(
-            "min_batch_window_ms",
-            made.min_batch_window_ms,
-            f"0 to max_batch_window_ms = {made.max_batch_window_ms}",
-        )
 
 
 def _read(key: str, text: str, reader: Callable[[str], Any]) -> Any:
@@ -93,7 +84,7 @@ def _wrong(key: str, value: object, allowed: str) -> ConfigError:
 
 def _unknown(key: str) -> ConfigError:
     hints = {
-        "max_batch_size": "it is called `max_batch_window_ms` now: a window, not a size",
+        "max_batch_size": "a window replaced it: see `halogen explain batching --help`",
         "kv_cache_pool_gb": "write `dynamic_pool_gb`",
     }
     known = ", ".join([*_CORES, *_READERS, *(f"{p}_pool_gb" for p in POOLS)])
@@ -124,7 +115,4 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "rope_align": int,
     "blocking": _flag,
     "faults": parse_faults,
-    "min_batch_window_ms": float,
-    "max_batch_window_ms": float,
-    "idle_frequency_boost": _flag,
 }

@@ -160,12 +160,11 @@ BAD = [
         {"dynamic_pool_gb": "20", "static_pool_gb": "15"},
         "exceed the 32749125632 usable",
     ),
-    ("ascend:sim", {"max_batch_size": "8"}, "max_batch_window_ms"),
+    ("ascend:sim", {"max_batch_size": "8"}, "explain batching"),
     ("ascend:sim", {"kv_cache_pool_gb": "4"}, "dynamic_pool_gb"),
     ("ascend:sim", {"dtype": "f8"}, "f16, bf16, f32"),
     ("ascend:sim", {"graph_buckets": "4,2"}, "not ascending"),
     ("ascend:sim", {"faults": "boom"}, "oom, device_lost"),
-    ("ascend:sim", {"min_batch_window_ms": "20"}, "max_batch_window_ms = 10"),
     ("ascend:sim", {"kv_split": "many"}, "`many`"),
 ]
 

@@ -35,10 +35,7 @@ def clock_finding(index: int, current: int, nominal: int) -> Finding:
         code="HRT-7115",
         severity=Severity.WARNING if slow else Severity.OK,
         text=f"chip {index} runs at {current} of {nominal} MHz ({current / nominal:.0%})",
-        fix="it is idle, hot or power-capped; `--backend-option idle_frequency_boost=true` keeps "
-        "an idle chip awake, cooling helps a hot one"
-        if slow
-        else "",
+        fix="it is idle, hot or power-capped: see temperature and power first" if slow else "",
     )
 
 

@@ -119,7 +119,7 @@ def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
 def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     """The inverse of `export_blocks`; raises `ConfigError` if the spec differs."""
     cache = npu_kv(kv)
-    if data.spec != cache.spec:
+    if data.spec != cache.spec or data.data.shape != kv_block_shape(cache.spec, len(blocks)):
         raise ConfigError(
             f"KV blocks of {data.spec} do not fit a pool of {cache.spec}",
             code="HRT-7108",

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from halogen_ascend.advice import Advice
 from halogen_ascend.buckets import Buckets
-from halogen_ascend.errors import OutOfRange
 from halogen_ascend.options import SimOptions
 from halogen_ascend.padding import TrashBlock
 from halogen_ascend.sim import graph as graphs
@@ -179,13 +178,8 @@ class SimBackend:
 
     def kv_copy(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         pool = pool_of(kv)
+        pool.check_ids("kv_copy", [block for pair in pairs for block in pair])
         for source, target in pairs:
-            for block in (source, target):
-                if not 0 <= block < kv.num_blocks:
-                    raise OutOfRange(
-                        f"`kv_copy` names block {block}; the pool has 0 to {kv.num_blocks - 1}",
-                        fix="give blocks of this pool",
-                    )
             pool.copy(source, target)
 
     def kv_export(self, kv: KVCache, blocks: Sequence[int]) -> KVBlocks:

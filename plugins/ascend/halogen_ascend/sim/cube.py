@@ -39,11 +39,12 @@ def matmul(
     *,
     part: Profile,
     epilogue: Epilogue | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Program:
-    """`out = epilogue(x @ weight.T)`: x [T, K] float, out [T, N], accumulation in float32."""
+    """`out = epilogue(x @ weight.T)`: x [T, K] float, out [T, N]."""
     program = Program(op)
     m = -(-x.shape[0] // ROWS) * ROWS
-    operands = _Operands(x, weight)
+    operands, wide = _Operands(x, weight), accumulate or weight.accumulate
     for n0, n1 in split(weight.n, part.cube_cores, weight.column_unit):
         for index, (m0, m1) in enumerate(split(m, -(-m // ROW_TILE), ROWS)):
             cost = _task(
@@ -58,7 +59,7 @@ def matmul(
 
             def run(m0: int = m0, m1: int = m1, n0: int = n0, n1: int = n1) -> None:
                 rows, scales = operands.get()
-                tile = rows[m0:m1] @ weight.tile(n0, n1)
+                tile = rows[m0:m1].to(wide) @ weight.tile(n0, n1).to(wide)
                 tile = weight.rescale(tile, n0, n1, scales[m0:m1] if scales is not None else None)
                 tile = tile[: max(out.shape[0] - m0, 0)]
                 out[m0:m1, n0:n1] = epilogue(tile, n0, n1) if epilogue else tile

@@ -162,7 +162,7 @@ class KVPool:
 
     def export(self, blocks: Sequence[int]) -> KVBlocks:
         """Canonical host form, bit-exact; unwritten slots are zeros."""
-        self._check_ids("kv_export", blocks)
+        self.check_ids("kv_export", blocks)
         spec = self.spec
         out = torch.empty(
             (len(blocks), spec.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim),
@@ -180,11 +180,13 @@ class KVPool:
 
     def load(self, blocks: Sequence[int], data: KVBlocks) -> None:
         """The inverse of `export`."""
-        self._check_ids("kv_import", blocks)
+        self.check_ids("kv_import", blocks)
         spec = self.spec
-        if data.spec != spec:
+        expected = kv_block_shape(spec, len(blocks))
+        if data.spec != spec or data.data.shape != expected:
             raise ConfigError(
-                f"KV blocks of {data.spec} do not fit a pool of {spec}",
+                f"KV blocks of {data.spec} and shape {data.data.shape} do not fit "
+                f"{len(blocks)} blocks {expected} of {spec}",
                 code="HRT-7108",
                 fix="import into a pool with the same layers, heads, dtype and block size",
             )
@@ -202,11 +204,12 @@ class KVPool:
     def _written(self, buffer: DeviceBuffer) -> np.ndarray:
         return buffer.allocation.written.reshape(self.num_blocks + 1, self.spec.block_size)
 
-    def _check_ids(self, op: str, blocks: Sequence[int]) -> None:
+    def check_ids(self, op: str, blocks: Sequence[int]) -> None:
         wrong = [b for b in blocks if not 0 <= b < self.num_blocks]
         if wrong:
-            raise OutOfRange(
+            raise ConfigError(
                 f"`{op}` names block {wrong[0]}; the pool has 0 to {self.num_blocks - 1}",
+                code="HRT-3506",
                 fix="give blocks of this pool",
             )
 

@@ -130,9 +130,7 @@ class SimOps(AttentionOps):
         refuse_moe(spec)
         gate = _weight(router, "moe")
         logits = self.device.empty((x.shape[0], gate.n), "f32")
-        self.device.submit(
-            "moe_router", lambda _: self._linear("moe_router", x, gate, logits, None)
-        )
+        self.device.submit("moe_router", lambda _: self._router(x, gate, logits))
         out = self.new(*x.shape)
         experts = (_experts(gate_up), _experts(down))
 
@@ -212,6 +210,12 @@ class SimOps(AttentionOps):
             part=self.device.part,
             epilogue=epilogue if bias else None,
         )
+
+    def _router(self, x: DeviceBuffer, gate: Weight, logits: DeviceBuffer) -> Program:
+        source, target = self._operand(x, "moe", gate), self.device.write(logits, "moe")
+        # softmax turns an absolute error of a logit into a relative one of a weight
+        part, exact = self.device.part, torch.float64
+        return matmul("moe_router", source, gate, target, part=part, accumulate=exact)
 
     def _gated(self, gate_up: DeviceBuffer, out: DeviceBuffer, kind: Activation) -> Program:
         source = self.read(gate_up, "gated_act", "gate_up")

@@ -30,7 +30,8 @@ def plan(device: SimDevice, request: MemoryRequest) -> MemoryPlan:
     packed = hbm.pools["static"].used
     static = max(request.static_bytes, packed)
     capacity = hbm.available("dynamic") + packed
-    fixed = static + request.temp_bytes + request.graph_bytes
+    # a co-tenant's share of the card, when one is asked for
+    fixed = static + request.temp_bytes + request.graph_bytes + request.host_reserve
     left = capacity - fixed
     budget = request.kv_bytes if request.kv_bytes is not None else int(left * request.kv_ratio)
     # the pool rounds each layer's buffers up and keeps one block for padding
@@ -41,8 +42,8 @@ def plan(device: SimDevice, request: MemoryRequest) -> MemoryPlan:
     reasons = (
         f"usable {capacity} = {device.part.hbm_bytes} HBM of {device.part.name} less "
         f"{device.part.hbm_reserved} reserved and what other pools hold",
-        f"less static {static} (weights), temp {request.temp_bytes}, graph {request.graph_bytes} "
-        f"leaves {left}",
+        f"less static {static} (weights), temp {request.temp_bytes}, graph {request.graph_bytes}, "
+        f"reserve {request.host_reserve} leaves {left}",
         f"KV {budget} bytes / {per_block} per block, padding block and rounding {slack} off: "
         f"{blocks} blocks",
         f"bandwidth {device.part.hbm_bandwidth / 1e12:.2f} TB/s, host link assumed "

@@ -36,6 +36,11 @@ class Weight:
         return 2 if self.scheme == "W8A16" else stored
 
     @property
+    def accumulate(self) -> torch.dtype:
+        """int8 products are summed exactly, as the cube's int32 does; float32 has 24 bits only."""
+        return torch.float64 if self.scheme == "W8A8" else torch.float32
+
+    @property
     def column_unit(self) -> int:
         return c0(1) if self.scheme != "plain" else 16
 
@@ -49,9 +54,7 @@ class Weight:
         """Columns n0 to n1 as [K, n1 - n0] float32; the host keeps a decoded copy, HBM does not."""
         if (found := self._shadow.get((n0, n1))) is None:
             data = self.device.read(self.buffer, "matmul", "weight")
-            wide = self._decode(data, n0, n1).contiguous()
-            # int8 products are summed exactly, as the cube's int32 does; float32 has 24 bits only
-            found = self._shadow[n0, n1] = wide.double() if self.scheme == "W8A8" else wide
+            found = self._shadow[n0, n1] = self._decode(data, n0, n1).contiguous()
         return found
 
     def _decode(self, data: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
@@ -67,7 +70,7 @@ class Weight:
             dtype = self.buffer.dtype if self.buffer.dtype != "i8" else "f16"
             return rows.to(TORCH[dtype]).float(), None
         scales = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / INT8_MAX
-        return (rows / scales).round().clamp(-INT8_MAX, INT8_MAX).double(), scales
+        return (rows / scales).round().clamp(-INT8_MAX, INT8_MAX), scales
 
     def rescale(
         self, tile: torch.Tensor, n0: int, n1: int, row_scales: torch.Tensor | None

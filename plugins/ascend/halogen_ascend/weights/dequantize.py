@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import gguf
 import numpy as np
 import torch
@@ -9,6 +11,26 @@ import torch
 from halogen_core.spi import FORMATS, ConfigError, QuantTensor
 
 INT8_FORMATS = frozenset({"W8A8", "W8A16"})
+
+
+def _check_size(tensor: QuantTensor) -> None:
+    form = FORMATS.get(tensor.format)
+    if form is None and tensor.format not in INT8_FORMATS:
+        raise ConfigError(
+            f"weight format `{tensor.format}` of `{tensor.name}` is unknown; "
+            f"known: {', '.join([*FORMATS, *sorted(INT8_FORMATS)])}",
+            code="HRT-7107",
+            fix="convert the model to one of these",
+        )
+    block, size = (form.block, form.bytes) if form else (1, 1)
+    expected = prod(tensor.shape) // block * size
+    if tensor.shape[-1] % block or tensor.data.nbytes != expected:
+        raise ConfigError(
+            f"`{tensor.name}` of format {tensor.format} and shape {tensor.shape} has "
+            f"{tensor.data.nbytes} bytes, expected {expected} in rows of whole {block}-blocks",
+            code="HRT-7107",
+            fix="the file is damaged; fetch or convert it again",
+        )
 
 
 def int8_parts(tensor: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,16 +48,10 @@ def int8_parts(tensor: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(tensor: QuantTensor) -> torch.Tensor:
     """The float32 values, in the tensor's logical shape."""
+    _check_size(tensor)
     if tensor.format in INT8_FORMATS:
         values, scales = int8_parts(tensor)
         return values.float() * scales[:, None]
-    if tensor.format not in FORMATS:
-        raise ConfigError(
-            f"weight format `{tensor.format}` of `{tensor.name}` is unknown; "
-            f"known: {', '.join([*FORMATS, *sorted(INT8_FORMATS)])}",
-            code="HRT-7107",
-            fix="convert the model to one of these",
-        )
     plain = {"F32": np.float32, "F16": np.float16}
     if tensor.format in plain:
         values = tensor.data.view(plain[tensor.format]).astype(np.float32)

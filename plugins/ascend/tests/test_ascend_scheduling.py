@@ -1,0 +1,172 @@
+"""Batching windows, priorities, idle boost and advice, all in simulated time."""
+
+import statistics
+
+import pytest
+from ascend_steps import Decoder, open_sim, step
+from click.testing import CliRunner
+
+from halogen_ascend.explain_batching import explain_batching_command
+from halogen_ascend.scheduling.arrivals import Arrival, bursty, poisson
+from halogen_ascend.scheduling.serve import serve_continuously, serve_statically
+from halogen_ascend.scheduling.window import BatchBudget, BatchWindow, compose
+from halogen_ascend.sim.idle import HEARTBEAT_S, IDLE_AFTER_S, IdleGovernor
+from halogen_core.spi import ConfigError, StepShape
+
+BUDGET = BatchBudget(kv_tokens=100_000, step_tokens=8192, sequences=32)
+
+
+def loaded_backend(name="910B2"):
+    """A backend whose advice knows a 14B model's sums without holding its weights."""
+    made = open_sim(name)
+    made.advice.weight_bytes, made.advice.macs_per_token = 28_000_000_000, 14_000_000_000
+    made.advice.matrices, made.advice.layers = 240, 40
+    made.advice.kv_bytes_per_token = 40 * 8 * 128 * 2 * 2
+    return made
+
+
+def stepper(backend):
+    def seconds(shape, now):
+        took = backend.advice.device_seconds(shape)
+        backend.observe(shape, took)
+        return took
+
+    return seconds
+
+
+def test_the_worked_example_is_one_batch():
+    three = [
+        Arrival(at=0.000, input_len=512, output_len=128),
+        Arrival(at=0.002, input_len=2048, output_len=64),
+        Arrival(at=0.004, input_len=128, output_len=256),
+    ]
+    budget = BatchBudget(kv_tokens=4096, step_tokens=4096, sequences=8)
+    assert compose(three, budget) == three
+    assert compose(three, BatchBudget(kv_tokens=3000, step_tokens=4096, sequences=8)) == three[:2]
+    out = serve_continuously(three, BatchWindow(min_s=0.005), budget, lambda s, now: 0.01)
+    # each arrival within 5 ms of the last extends the wait, which the cap of 10 ms ends
+    assert [s.queued for s in sorted(out.served, key=lambda s: s.request.at)] == pytest.approx(
+        [0.009, 0.007, 0.005]
+    )
+    assert out.steps == 256
+    with pytest.raises(ConfigError, match="min_batch_window_ms 20 is not within 0 to"):
+        BatchWindow(min_s=0.02)
+
+
+@pytest.mark.parametrize("window_ms", [0, 5, 10])
+def test_the_window_adds_at_most_itself_and_nothing_when_busy(window_ms):
+    window = BatchWindow(min_s=window_ms / 1e3, max_s=0.010)
+    idle = serve_continuously([Arrival(at=1.0, output_len=1)], window, BUDGET, lambda s, n: 0.01)
+    assert idle.served[0].queued == pytest.approx(window_ms / 1e3)
+    late = [Arrival(at=0.0, output_len=50), Arrival(at=0.2, output_len=1)]
+    busy = serve_continuously(late, window, BUDGET, lambda s, n: 0.01)
+    assert max(s.queued for s in busy.served) <= max(window_ms / 1e3, 0.011)
+
+
+def test_high_priority_overtakes_in_the_queue():
+    small = BatchBudget(kv_tokens=300, step_tokens=4096, sequences=1)
+    waiting = [Arrival(at=i * 1e-3) for i in range(4)] + [Arrival(at=4e-3, priority=1)]
+    out = serve_continuously(waiting, BatchWindow(min_s=0.005), small, lambda s, n: 0.001)
+    assert [s.request.priority for s in out.served] == [1, 0, 0, 0, 0]
+    assert [s.request.at for s in out.served[1:]] == sorted(s.request.at for s in out.served[1:])
+
+
+@pytest.mark.parametrize("process", [poisson, bursty])
+def test_continuous_beats_static_and_the_window_is_not_why(process):
+    backend = loaded_backend()
+    arrivals = list(process(5, 60, seed=1))
+    step_of = stepper(backend)
+    runs = {
+        w: serve_continuously(arrivals, BatchWindow(min_s=w / 1e3), BUDGET, step_of)
+        for w in (0, 10)
+    }
+    static = serve_statically(arrivals, BatchWindow(min_s=0.010), BUDGET, step_of)
+    assert all(len(r.served) == len(arrivals) for r in (*runs.values(), static))
+    mean = {k: statistics.mean(s.total for s in r.served) for k, r in runs.items()}
+    assert mean[10] < statistics.mean(s.total for s in static.served)
+    # 10 ms at 5 requests a second catch a second one in 0.12 % of windows: it cannot fill a batch
+    assert runs[10].mean_batch == pytest.approx(runs[0].mean_batch, rel=0.25)
+    assert runs[10].utilisation <= 1
+    assert runs[10].tokens_per_busy_second > 0.9 * static.tokens_per_busy_second
+
+
+def test_what_a_window_gives_is_what_probability_says():
+    backend = loaded_backend()
+    one_step = lambda shape, now: 1e-4  # noqa: E731 - so short that nothing overlaps
+    alone = [Arrival(at=a.at, output_len=1) for a in poisson(5, 2000, seed=3)]
+    out = serve_continuously(alone, BatchWindow(min_s=0.010), BUDGET, one_step)
+    assert 1.0 < out.mean_batch < 1.10  # the notes' 89 % utilisation needs another cause
+    assert backend.cost(StepShape(prefill_tokens=1, decode_sequences=0, kv_tokens=1)) is not None
+
+
+def test_the_boost_keeps_the_clock_up_and_only_when_idle():
+    slow, fast = (IdleGovernor(open_sim().device, boost=b) for b in (False, True))
+    for governor in (slow, fast):
+        governor.worked()
+        governor.advance(HEARTBEAT_S * 0.9)
+        assert governor.heartbeats == 0
+        governor.advance(IDLE_AFTER_S * 3)
+    assert (slow.device.clock_share, fast.device.clock_share) == (0.5, 1.0)
+    assert slow.heartbeats == 0
+    assert fast.heartbeats == pytest.approx(IDLE_AFTER_S * 3 / HEARTBEAT_S, abs=1)
+    assert slow.device.now == fast.device.now
+
+
+def test_the_first_request_after_a_pause_is_slower_without_the_boost():
+    def first_step(boost):
+        backend = open_sim()
+        decoder = Decoder(backend)
+        governor = IdleGovernor(backend.device, boost=boost)
+        governor.advance(60.0)
+        before = backend.device.now
+        decoder.logits(step([([1] * 100, 0, [0])]))
+        return backend.device.now - before
+
+    assert first_step(False) > 1.02 * first_step(True)
+
+
+def test_advice_follows_the_model_and_learns_the_observers_clock():
+    backend = loaded_backend()
+    decode = StepShape(prefill_tokens=0, decode_sequences=8, kv_tokens=8 * 4096)
+    more = StepShape(prefill_tokens=4096, decode_sequences=8, kv_tokens=8 * 4096)
+    a, b = backend.cost(decode), backend.cost(more)
+    assert a.p50 < b.p50
+    assert a.p50 <= a.p95
+    floor = (28e9 + decode.kv_tokens * backend.advice.kv_bytes_per_token) / 1.6e12
+    assert a.p50 >= floor, "never under the roofline"
+    for _ in range(50):
+        backend.observe(decode, 3.0)
+    assert backend.cost(decode).p50 == pytest.approx(3.0, rel=0.05)
+    limits = backend.limits()
+    assert limits.preferred_chunk & (limits.preferred_chunk - 1) == 0
+    assert limits.token_buckets == backend.options.graph_buckets
+
+
+def test_advice_is_near_what_the_device_then_takes():
+    """Predicted against simulated step time of a real little model, both from idle."""
+    backend = open_sim("910B2")
+    decoder = Decoder(backend)
+    for rows, context in ((64, 64), (1, 65)):
+        before = backend.device.now
+        decoder.logits(step([([1] * rows, context - rows, [0])]))
+        took = backend.device.now - before
+        shape = StepShape(
+            prefill_tokens=rows if rows > 1 else 0,
+            decode_sequences=0 if rows > 1 else 1,
+            kv_tokens=context,
+        )
+        if rows > 1:  # a captured decode saves the launches that this eager one pays
+            assert 0.4 < backend.advice.device_seconds(shape) / took < 2.5
+
+
+def test_batching_is_explained():
+    done = CliRunner().invoke(
+        explain_batching_command, ["--rate", "5", "--seconds", "20"], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    rows = [line.split() for line in done.output.splitlines()]
+    assert [r[0] for r in rows if r and r[0] in ("static", "continuous")] == [
+        "static",
+        "continuous",
+        "continuous",
+    ]
