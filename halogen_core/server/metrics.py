@@ -178,7 +178,7 @@ def _engine_families(stats: EngineStats) -> Iterable[Metric]:
     yield GaugeMetricFamily("halogen_requests_running", "Sequences in steps", stats.running)
     yield GaugeMetricFamily("halogen_requests_waiting", "Sequences that wait", stats.waiting)
     blocks = GaugeMetricFamily("halogen_kv_blocks", "KV blocks by state", labels=["state"])
-    for state in ("free", "active", "cached"):
+    for state in ("free", "active", "cached", "pinned"):
         blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
     yield blocks
     used = stats.blocks_active / stats.blocks_total if stats.blocks_total else 0.0

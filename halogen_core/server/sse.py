@@ -83,7 +83,8 @@ class EventStream(Response):
         yield b"".join(map(event, self.chunks.begin())) + self._encode(self.first) or PING
         try:
             async for batch in self.events:
-                yield self._encode(batch) or PING
+                if data := self._encode(batch) or (not batch and PING):
+                    yield data
         except ClientGone:
             raise
         except Exception as exc:
