@@ -12,10 +12,11 @@ import math
 import attrs
 import torch
 import torch.nn.functional as F
-from halogen_triton.attention import AttentionPlan, HeadShape, LayerKV, Sequences, attention
-from halogen_triton.launch import Launch, tuning
 from timing import graph_time, median, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from halogen_triton.attention import AttentionPlan, HeadShape, LayerKV, Sequences, attention
+from halogen_triton.launch import Launch, tuning
 
 HQ, HKV, D = 40, 8, 128
 DECODE = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (32, 4096), (32, 16384)]
@@ -94,25 +95,16 @@ def plans(sweep: bool) -> list[tuple[str, AttentionPlan, int]]:
     )
     found = [("shipped", base, BLOCK)]
     if sweep:
-        grid = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (132, 264, 396), (16, 64))
-        keep = {
-            (32, 4, 4),
-            (64, 4, 2),
-            (64, 4, 3),
-            (64, 4, 4),
-            (64, 8, 3),
-            (128, 4, 2),
-            (128, 4, 3),
-            (128, 8, 3),
-            (64, 2, 3),
-            (32, 2, 4),
-        }
-        for bn, warps, stages, programs, block in grid:
-            if (bn, warps, stages) not in keep or (block == 16 and (bn, stages) != (64, 3)):
+        grid = itertools.product(
+            (64, 128), (2, 3, 4), (132, 264, 396), (False, True), (False, True)
+        )
+        for bn, stages, programs, pdl, unmasked in grid:
+            if bn == 128 and (stages, programs) not in ((2, 264), (2, 132), (3, 132)):
                 continue
-            decode = Launch(block_n=bn, warps=warps, stages=stages)
+            decode = Launch(block_n=bn, warps=4, stages=stages, pdl=pdl, unmasked=unmasked)
             plan = attrs.evolve(base, decode=decode, programs=programs)
-            found.append((f"n{bn} w{warps} s{stages} p{programs} b{block}", plan, block))
+            name = f"n{bn} s{stages} p{programs}{' pdl' if pdl else ''}{' two' if unmasked else ''}"
+            found.append((name, plan, BLOCK))
     return found
 
 
@@ -129,9 +121,7 @@ def decode(sweep: bool) -> list[dict]:
                 row[name] = [s * 1e6 for s in sdpa_decode(batch, length, backend)]
             except RuntimeError as exc:
                 row[name] = str(exc)[:200]
-        for name, plan, block in plans(
-            sweep and (batch, length) in ((1, 4096), (1, 131072), (8, 32768), (32, 4096))
-        ):
+        for name, plan, block in plans(sweep):
             samples, error = ours_decode(batch, length, plan, block)
             row["ours"][name] = {"us": [s * 1e6 for s in samples], "error": error}
         rows.append(row)
@@ -168,7 +158,7 @@ def prefill(sweep: bool) -> list[dict]:
             with sdpa_kernel(backend):
                 call = lambda: F.scaled_dot_product_attention(
                     q, k, v, is_causal=True, enable_gqa=True
-                )  # noqa: E731
+                )
                 row[name] = [flops / s / 1e12 for s in graph_time([call], repeats=8)]
         layers, tables = paged(1, length, 1, BLOCK)
         qq = torch.randn(length, HQ * D, device="cuda", dtype=torch.bfloat16)

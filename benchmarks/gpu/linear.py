@@ -10,12 +10,12 @@ import math
 
 import attrs
 import torch
-from halogen_triton.launch import Launch, Rule, tuning
-from halogen_triton.linear import linear
-from halogen_triton.planes import Planes, repack
 from timing import graph_time, median, save
 
 from halogen_core.spi import FORMATS
+from halogen_triton.launch import Launch, Rule, tuning
+from halogen_triton.linear import linear
+from halogen_triton.planes import Planes, repack
 
 SHAPES = [
     (4608, 3584),
@@ -56,9 +56,7 @@ def rate(
     kind = ("dense" if form == "BF16" else "plane") + ("_gemv" if rows == 1 else "_gemm")
     table = attrs.evolve(base, pdl=pdl)
     if launch is not None:
-        table = attrs.evolve(
-            table, rules={**base.rules, kind: (Rule(launch=launch),)}
-        )
+        table = attrs.evolve(table, rules={**base.rules, kind: (Rule(launch=launch),)})
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     samples = graph_time([lambda w=w: linear(x, w, table) for w in ws])
     return [ws[0].nbytes / s / 1e9 for s in samples]

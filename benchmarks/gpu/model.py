@@ -13,9 +13,6 @@ import time
 
 import numpy as np
 import torch
-from halogen_cuda.backend import CudaBackend
-from halogen_triton.backend import _join
-from halogen_triton.planes import repack
 from timing import median, save
 
 from halogen_core.engine.batch import BatchItem, build_step
@@ -35,6 +32,9 @@ from halogen_core.spi import (
     RopeSpec,
     WeightRole,
 )
+from halogen_cuda.backend import CudaBackend
+from halogen_triton.backend import _join
+from halogen_triton.planes import repack
 
 HIDDEN, INNER, LAYERS, HQ, HKV, D, VOCAB = 3584, 18944, 28, 28, 4, 128, 152064
 BLOCK = 64
@@ -128,6 +128,22 @@ class Session:
         self.runner = Runner(self.backend, decoder, kv)
         self.nbytes = decoder.nbytes
 
+    def replay_ms(self, repeats: int = 50) -> dict[str, float]:
+        """Device time of each captured step, without the host."""
+        found = {}
+        for key, replay in self.runner._replays.items():
+            if replay is None:
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            replay.graph.replay()
+            start.record()
+            for _ in range(repeats):
+                replay.graph.replay()
+            end.record()
+            end.synchronize()
+            found[f"{key.rows} rows, flash {key.flash}"] = start.elapsed_time(end) / repeats
+        return found
+
     def generate(self, batch: int, prompt: int, new: int) -> tuple[float, list[list[int]], float]:
         """(seconds, tokens, seconds of the first step)."""
         rng = np.random.default_rng(1)
@@ -166,8 +182,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new", type=int, default=264)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--option", action="append", default=[], help="backend option key=value")
     options = parser.parse_args()
-    session = Session(options.format, 32 * 16)
+    extra = dict(pair.split("=") for pair in options.option)
+    session = Session(options.format, 32 * 16, **extra)
     print("weights GB", session.nbytes / 1e9, flush=True)
     rows = []
     for batch in map(int, options.batches.split(",")):
@@ -186,9 +204,14 @@ def main() -> None:
         print(f"batch {batch}: {rate:.1f} tok/s, prefill {median(firsts) * 1e3:.1f} ms, "
               f"512+8 {median(short) * 1e3:.1f} ms, captured {session.runner.captured_steps}, "
               f"same {tokens[0][:8] == again[0][:8]}", flush=True)  # fmt: skip
+    replays = session.replay_ms()
+    print("replay ms", {key: round(value, 3) for key, value in replays.items()}, flush=True)
     if options.profile:
         profile(session)
-    save(options.out, {"format": options.format, "rows": rows})
+    save(
+        options.out,
+        {"format": options.format, "options": extra, "rows": rows, "replay_ms": replays},
+    )
 
 
 def profile(session: Session) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from halogen_triton.backend import TritonBackend
-from halogen_triton.launch import tuning
 from torch import Tensor
 
 from halogen_core.spi import (
@@ -23,6 +21,8 @@ from halogen_core.spi import (
     Telemetry,
     WeightRole,
 )
+from halogen_triton.backend import TritonBackend
+from halogen_triton.launch import tuning
 
 
 def create(options: BackendOptions) -> CudaBackend:

@@ -197,6 +197,8 @@ def _decode(
         **plan.decode.options,
     )
     if sequences.flash:
+        # most of the time one (sequence, head) is shared by about this many programs
+        parts = min(64, triton.next_power_of_2(programs // (num * shape.num_kv_heads) + 2))
         kernels.decode_reduce[(num, shape.num_heads * plan.max_decode)](
             sequences.seq_lens,
             sequences.starts,
@@ -210,7 +212,7 @@ def _decode(
             BM=block_m,
             BN=block_n,
             SINKS=sinks is not None,
-            PARTS=16,
+            PARTS=parts,
             PDL=plan.decode.pdl,
             num_warps=4,
             **({"launch_pdl": True} if plan.decode.pdl else {}),

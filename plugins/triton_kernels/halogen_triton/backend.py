@@ -43,7 +43,7 @@ from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise
 class TritonBackend(TorchBackend):
     """A torch device that runs Triton kernels. Subclasses give the device and its memory."""
 
-    option_keys = ("dtype", "flash_threshold", "graphs")
+    option_keys = ("dtype", "flash_threshold", "graphs", "pdl")
     invariant_ops_class = None
 
     def __init__(
@@ -56,13 +56,13 @@ class TritonBackend(TorchBackend):
         name: str = "triton",
         description: str = "",
     ) -> None:
-        self.tuning = tuning
+        extra = {} if options is None else options.extra
+        self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and extra.get("pdl", "on") == "on")
         super().__init__(options, device=device, dtype=dtype, name=name, description=description)
         self._planes: WeakValueDictionary[tuple[int, int], Planes] = WeakValueDictionary()
         self._trash: tuple[int, int] | None = None
         self._graph_pool: Any = None
         self._captured = 0
-        extra = self.options.extra
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
         self.triton_ops.flash_threshold = int(extra.get("flash_threshold", 256))
 

@@ -1,0 +1,281 @@
+"""`halogen plan`: what would fit and how fast it could be at most, from a saved profile of a device.
+
+Nothing is opened but the model's header: a profile is data that a plugin ships (folder `profiles` of
+its static manifest), so no hardware and no driver is needed. Derived speeds are bounds, never speeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from halogen_core.cli.settings import with_settings
+from halogen_core.config import Config
+from halogen_core.errors import ConfigError, OutOfMemory
+from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
+
+GIB = 1 << 30
+
+
+@attrs.frozen(kw_only=True)
+class Profile:
+    """A device as data. Bytes, bytes per second, operations per second."""
+
+    name: str
+    backend: str
+    device: str
+    source: str
+    free: int
+    reserve: int
+    bandwidth: dict[str, float]
+    compute: dict[str, float]
+    weight_formats: dict[str, str]
+    kv_dtypes: tuple[str, ...]
+    kv_block_sizes: tuple[int, ...]
+    head_dim_max: int
+    fallback_ops: dict[str, str]
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """What the user wants to run."""
+
+    context: int
+    kv_dtype: str
+    block_size: int
+    batch_tokens: int
+
+
+@click.command("plan")
+@click.option("--model", required=True, help="a name, a file or a directory")
+@click.option("--backend", required=True, help="whose profile")
+@click.option("--profile", "profile_name", required=True, help="a profile's name, or a JSON file")
+@click.option("--context", type=click.IntRange(1), help="tokens per session; default: the model's")
+@click.option("--kv-dtype", help="storage of the KV cache; default: the profile's first")
+@click.option("--batch-tokens", type=click.IntRange(1), default=2048, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="for programs")
+@with_settings(also=("models_dir",))
+def command(
+    config: Config,
+    model: str,
+    backend: str,
+    profile_name: str,
+    context: int | None,
+    kv_dtype: str | None,
+    batch_tokens: int,
+    as_json: bool,
+) -> None:
+    """Plan MODEL on a device that need not be here: memory, sessions, bounds, fallbacks."""
+    from halogen_core.loader import open_model
+    from halogen_core.loader.catalogue import resolve_model
+    from halogen_core.models import config_of
+
+    profile = find_profile(backend, profile_name)
+    checkpoint = open_model(resolve_model(model, config.paths.models_dir))
+    decoder = config_of(checkpoint)
+    work = Workload(
+        context=context or decoder.context_length,
+        kv_dtype=kv_dtype or profile.kv_dtypes[0],
+        block_size=profile.kv_block_sizes[0],
+        batch_tokens=batch_tokens,
+    )
+    about = plan(checkpoint, decoder, profile, work)
+    click.echo(json.dumps(about, indent=2) if as_json else "\n".join(lines(about)))
+
+
+def find_profile(backend: str, name: str) -> Profile:
+    """The profile of that name among installed plugins' (by manifest), or in a file."""
+    from halogen_core.plugins import PluginRegistry
+
+    if name.endswith(".json"):
+        return read_profile(Path(name))
+    found: dict[str, Path] = {}
+    for plugin in PluginRegistry.discover().plugins:
+        offered = {
+            plugin.name,
+            *(n for spec in plugin.backends for n in (spec.name, *spec.aliases)),
+        }
+        manifest = plugin.manifest
+        if backend in offered and manifest is not None and manifest.profiles:
+            folder = Path(manifest.path).parent / manifest.profiles
+            found |= {file.stem: file for file in sorted(folder.glob("*.json"))}
+    if name not in found:
+        raise ConfigError(
+            f"backend `{backend}` has no profile `{name}`; it has {', '.join(found) or 'none'}",
+            code="HRT-3421",
+            fix="name one of these, or give a JSON file",
+        )
+    return read_profile(found[name])
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile file; raises `ConfigError` for one that is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        memory = data["memory"]
+        return Profile(
+            name=data["name"],
+            backend=data["backend"],
+            device=data["device"],
+            source=data["source"],
+            free=memory["free"],
+            reserve=memory["reserve"],
+            bandwidth=data["bandwidth"],
+            compute=data["compute"],
+            weight_formats=data["weight_formats"],
+            kv_dtypes=tuple(data["kv_dtypes"]),
+            kv_block_sizes=tuple(data["kv_block_sizes"]),
+            head_dim_max=data["head_dim_max"],
+            fallback_ops=data["fallback_ops"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(
+            f"profile `{path}` cannot be used: {type(exc).__name__}: {exc}",
+            code="HRT-3422",
+            fix="compare it with a profile that a plugin ships",
+        ) from exc
+
+
+def plan(
+    checkpoint: Checkpoint, decoder: DecoderConfig, profile: Profile, work: Workload
+) -> dict[str, Any]:
+    """The plan as data; raises `OutOfMemory` with the arithmetic when it cannot fit."""
+    _check_workload(profile, work)
+    tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
+    static = sum(_packed_bytes(t.format, t.data.nbytes, profile) for t in tensors)
+    per_token = kv_bytes_per_token(decoder, work.kv_dtype)
+    temp = workspace_bytes(decoder, work.batch_tokens)
+    left = profile.free - profile.reserve - static - temp
+    tokens = max(0, left) // (per_token * work.block_size) * work.block_size
+    arithmetic = [
+        f"free {_gib(profile.free)} - reserve {_gib(profile.reserve)} - weights {_gib(static)} - "
+        f"workspace {_gib(temp)} = {_gib(left)} for KV",
+        f"KV {per_token / 1024:.1f} KiB per token in {work.kv_dtype}: {tokens} tokens = "
+        f"{tokens // work.context} sessions of {work.context}",
+    ]
+    if tokens < work.context:
+        raise OutOfMemory(
+            f"one session of {work.context} tokens needs {_gib(per_token * work.context)} of KV; "
+            + "; ".join(arithmetic),
+            code="HRT-3420",
+            fix="use a smaller or more quantised model, a shorter --context, or --kv-dtype q8_0",
+        )
+    active = active_share(checkpoint, decoder)
+    formats = Counter(t.format for t in tensors)
+    return {
+        "model": checkpoint.path,
+        "profile": profile.name,
+        "device": profile.device,
+        "source": profile.source,
+        "pools": {"static": static, "dynamic": left, "temp": temp, "reserve": profile.reserve},
+        "kv_tokens": tokens,
+        "sessions": tokens // work.context,
+        "context": work.context,
+        "arithmetic": arithmetic,
+        "bounds": bounds(decoder, profile, work, active),
+        "fallbacks": fallbacks(decoder, profile, formats),
+        "formats": dict(formats),
+    }
+
+
+def bounds(
+    decoder: DecoderConfig, profile: Profile, work: Workload, active: tuple[int, int]
+) -> dict[str, dict[str, float]]:
+    """Upper bounds on tokens per second of one stream, by kind of rate."""
+    weight_bytes, elements = active
+    full = kv_read_bytes(decoder, work.kv_dtype, work.context)
+    return {
+        "decode_tok_s_empty": {k: v / weight_bytes for k, v in profile.bandwidth.items()},
+        "decode_tok_s_full": {k: v / (weight_bytes + full) for k, v in profile.bandwidth.items()},
+        "prefill_tok_s": {k: v / (2 * elements) for k, v in profile.compute.items()},
+    }
+
+
+def fallbacks(decoder: DecoderConfig, profile: Profile, formats: Counter[str]) -> list[str]:
+    """What would not run natively, a sentence each."""
+    found = [f"op `{op}`: {why}" for op, why in sorted(profile.fallback_ops.items())]
+    for name in sorted(formats):
+        kind = profile.weight_formats.get(name, "unknown")
+        if kind != "native" and name != "F32":
+            found.append(f"format {name} ({formats[name]} tensors): {kind}")
+    wide = max(layer.attention.head_dim for layer in decoder.layers)
+    if wide > profile.head_dim_max:
+        found.append(f"head dim {wide} is over {profile.head_dim_max}: attention is refused")
+    return found
+
+
+def kv_bytes_per_token(decoder: DecoderConfig, dtype: str) -> int:
+    """K and V of all layers."""
+    total = 0
+    for layer in decoder.layers:
+        spec = layer.attention
+        row = KVSpec(
+            num_layers=1, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
+        )
+        total += 2 * spec.num_kv_heads * kv_row_bytes(row)
+    return total
+
+
+def kv_read_bytes(decoder: DecoderConfig, dtype: str, context: int) -> int:
+    """KV that one decoding step reads at a full context; windows read less."""
+    per = kv_bytes_per_token(decoder, dtype) / decoder.num_layers
+    seen = sum(min(context, layer.attention.window or context) for layer in decoder.layers)
+    return int(per * seen)
+
+
+def workspace_bytes(decoder: DecoderConfig, tokens: int) -> int:
+    """Activations of the largest step in 16 bits, and float32 logits of 256 rows."""
+    moe = decoder.layers[0].moe
+    inner = decoder.intermediate_size * (moe.top_k if moe else 1)
+    return tokens * 2 * (6 * decoder.hidden_size + 3 * inner) + 256 * 4 * decoder.vocab_size
+
+
+def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, int]:
+    """(bytes, elements) of weights that one token reads; of experts only the chosen ones."""
+    moe = decoder.layers[0].moe
+    share = moe.top_k / moe.num_experts if moe else 1.0
+    size = elements = 0.0
+    for name in checkpoint.names():
+        if name == "token_embd.weight" and not decoder.tied_embeddings:
+            continue
+        tensor = checkpoint.tensor(name)
+        part = share if "_exps." in name else 1.0
+        size += part * tensor.data.nbytes
+        form = FORMATS[tensor.format]
+        elements += part * tensor.data.nbytes / form.bytes * form.block
+    return int(size), int(elements)
+
+
+def lines(about: dict[str, Any]) -> list[str]:
+    """The plan for people."""
+    pools = ", ".join(f"{name} {_gib(size)}" for name, size in about["pools"].items())
+    found = [f"{about['model']} on {about['device']}", f"pools: {pools}", *about["arithmetic"]]
+    for name, rates in about["bounds"].items():
+        listed = ", ".join(f"{kind} {rate:.1f}" for kind, rate in rates.items())
+        found.append(f"bound on {name}: {listed} (not a speed: nothing can be faster)")
+    found += [f"falls back: {text}" for text in about["fallbacks"]]
+    return [*found, f"profile from {about['source']}"]
+
+
+def _check_workload(profile: Profile, work: Workload) -> None:
+    if work.kv_dtype not in profile.kv_dtypes:
+        raise ConfigError(
+            f"kv dtype is `{work.kv_dtype}`; `{profile.backend}` has {', '.join(profile.kv_dtypes)}",
+            code="HRT-3401",
+            fix="check --kv-dtype",
+        )
+
+
+def _packed_bytes(form: str, stored: int, profile: Profile) -> int:
+    if profile.weight_formats.get(form) == "native":
+        return stored
+    return stored * FORMATS[form].block * 2 // FORMATS[form].bytes
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,1 @@
+"""The Strix Halo backend."""

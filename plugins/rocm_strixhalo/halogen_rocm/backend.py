@@ -1,0 +1,154 @@
+"""`RocmBackend`: the Triton backend on a Strix Halo, with the host's memory as its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from halogen_core.spi import (
+    BackendOptions,
+    BackendUnavailable,
+    Capabilities,
+    ConfigError,
+    DeviceError,
+    KVCache,
+    KVLayout,
+    MemoryTier,
+    OutOfDeviceMemory,
+    PackedWeight,
+    QuantTensor,
+    Telemetry,
+    WeightRole,
+)
+from halogen_rocm.direct_read import file_span, read_span
+from halogen_rocm.faults import explain
+from halogen_rocm.locking import locked_bytes
+from halogen_rocm.memory import RESERVE, Ledger, device_tier
+from halogen_rocm.platform import Platform, read_platform
+from halogen_triton.backend import TritonBackend
+from halogen_triton.launch import tuning
+
+log = logging.getLogger(__name__)
+
+
+def create(options: BackendOptions) -> RocmBackend:
+    """The factory named in the backend's spec."""
+    _, _, number = (options.device or "").partition(":")
+    if number not in ("", "0"):
+        raise ConfigError(
+            f"device is `{options.device}`; a Strix Halo has one GPU, allowed is `rocm:0`",
+            code="HRT-3411",
+            fix="check --device",
+        )
+    return RocmBackend(options)
+
+
+class RocmBackend(TritonBackend):
+    """One Strix Halo. `root` is where /proc and /sys are read, for tests."""
+
+    option_keys = (*TritonBackend.option_keys, "reserve_gib")
+
+    def __init__(self, options: BackendOptions, *, root: str = "/", device: str = "cuda:0") -> None:
+        self.root = root
+        gpu = read_platform(root).strix_halo
+        if gpu is None:
+            raise BackendUnavailable(
+                "this machine has no Strix Halo (gfx1151)",
+                reasons=["no GPU with PCI id 1002:1586 or KFD target gfx1151"],
+                fix="choose another backend; `halogen plan --profile strix-halo-128` plans without one",
+            )
+        super().__init__(
+            options,
+            tuning=tuning("gfx1151"),
+            # torch calls HIP devices `cuda`
+            device=device,
+            name="rocm_strixhalo",
+            description=f"rocm:0 (gfx1151, {gpu.card})",
+        )
+        reserve = self.options.extra.get("reserve_gib")
+        self.reserve = RESERVE if reserve is None else int(float(reserve) * (1 << 30))
+        self._held_kv = 0
+        log.info("Using device: %s", self.description)
+
+    def capabilities(self) -> Capabilities:
+        own = super().capabilities()
+        return attrs.evolve(own, unified_memory=self._device_tier().shared_with_host)
+
+    def memory(self) -> tuple[MemoryTier, ...]:
+        return (self._device_tier(), *super().memory())
+
+    def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
+        try:
+            return super().pack([_read(part) for part in parts], role)
+        except torch.OutOfMemoryError as exc:
+            asked = sum(part.data.nbytes for part in parts)
+            raise self._out_of_memory("static", asked) from exc
+        except RuntimeError as exc:
+            raise _told(exc) from exc
+
+    def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
+        size = layout.bytes_per_block * (num_blocks + 1)
+        try:
+            cache = super().kv_alloc(layout, num_blocks)
+        except torch.OutOfMemoryError as exc:
+            raise self._out_of_memory("dynamic", size) from exc
+        self._held_kv += size
+        return cache
+
+    def counters(self) -> Telemetry:
+        own = super().counters()
+        gauges = {
+            "device_ledger_bytes": float(self._held_static + self._held_kv),
+            "locked_bytes": float(locked_bytes(self.root)),
+        }
+        return Telemetry(counters=own.counters, gauges={**own.gauges, **gauges})
+
+    def close(self) -> None:
+        super().close()
+        self._held_kv = 0
+
+    def _device_tier(self) -> MemoryTier:
+        platform: Platform = read_platform(self.root)
+        gpu = platform.strix_halo
+        assert gpu is not None, "the GPU was there when the backend was opened"
+        return device_tier(
+            platform,
+            gpu,
+            ledger=Ledger(device_bytes=self._held_static + self._held_kv),
+            hip_free=self._hip_free(),
+            reserve=self.reserve,
+        )
+
+    def _hip_free(self) -> int | None:
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            return None
+        return int(torch.cuda.mem_get_info()[0])
+
+    def _out_of_memory(self, pool: str, asked: int) -> OutOfDeviceMemory:
+        tier = self._device_tier()
+        return OutOfDeviceMemory(
+            pool,
+            asked=asked,
+            free=tier.free,
+            fix=f"{tier.source}; lower --kv-memory or --max-context, or raise the limit that binds",
+        )
+
+
+def _read(part: QuantTensor) -> QuantTensor:
+    """The tensor's bytes read past the page cache where they are a map of a file."""
+    span = file_span(part.data)
+    if span is None or part.data.nbytes < 1 << 20:
+        return part
+    return attrs.evolve(part, data=read_span(*span, part.data.nbytes))
+
+
+def _told(error: RuntimeError) -> Exception:
+    """The error with what its text means, where it is known."""
+    fault = explain(str(error))
+    if fault is None:
+        return error
+    return DeviceError(f"`{fault.text}`: {fault.meaning}", code="HRT-7001", fix=fault.fix)

@@ -1,0 +1,132 @@
+"""Doctor rules, probe reasons and error texts on fixture trees."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from halogen_core.spi import DoctorContext, Severity
+from halogen_rocm.doctor import findings
+from halogen_rocm.faults import FAULTS, explain
+from halogen_rocm.platform import read_platform
+from halogen_rocm.probe import hardware_reason, torch_reason
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import CASES, tree
+
+
+def judge(tmp_path, name, *, env=None, **more):
+    root = tree(tmp_path, name, **more)
+    context = DoctorContext(root=root, environment=env or {}, live=False)
+    return {f.code: f for f in findings(context)}
+
+
+def bad(found):
+    return {code for code, f in found.items() if f.severity in (Severity.WARNING, Severity.ERROR)}
+
+
+EXPECTED = {
+    "A": set(),
+    "B": {"rocm.memory.gtt"},
+    "C": {"rocm.memory.carve_out", "rocm.memory.gtt"},
+    "D": {"rocm.memory.carve_out", "rocm.memory.gtt"},
+    "E": {"rocm.memory.carve_out"},
+    "F": {"rocm.memory.carve_out"},
+    "G": {"rocm.cmdline.gtt", "rocm.memory.gtt"},
+    "H": {"rocm.memory.leak"},
+    "I": {"rocm.cmdline.module"},
+    "J": set(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_machine_gets_its_findings_and_no_others(tmp_path, name):
+    found = judge(tmp_path, name)
+    assert bad(found) == EXPECTED[name]
+    assert all(f.fix for f in found.values() if f.severity is not Severity.OK)
+
+
+def test_the_lost_digit_is_named_with_arithmetic(tmp_path):
+    found = judge(tmp_path, "G")["rocm.cmdline.gtt"]
+    assert "12.0 GiB" in found.text
+    assert "120.0 GiB" in found.text
+    assert "31457280" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "severity"),
+    [
+        ({"kernel": "6.8.0-45-generic"}, "rocm.kernel", Severity.ERROR),
+        ({"kernel": "6.17.3"}, "rocm.kernel", Severity.WARNING),
+        ({"kernel": "6.17.3", "cmdline": "amdgpu.cwsr_enable=0"}, "rocm.kernel", Severity.OK),
+        ({"kernel": "7.0.0"}, "rocm.kernel", Severity.WARNING),
+        ({"env": {"HSA_OVERRIDE_GFX_VERSION": "11.0.1"}}, "rocm.override", Severity.ERROR),
+        ({"env": {"HSA_OVERRIDE_GFX_VERSION": "11.5.1"}}, "rocm.override", Severity.WARNING),
+        ({"cmdline": "amd_iommu=pt"}, "rocm.cmdline.iommu", Severity.WARNING),
+        ({"cmdline": "quiet"}, "rocm.cmdline.iommu", Severity.INFO),
+        ({"cmdline": "amdgpu.gttsize=122880 amd_iommu=off"}, "rocm.cmdline.gtt", Severity.INFO),
+        ({"sclk": "0: 600Mhz\n1: 900Mhz *\n"}, "rocm.clocks", Severity.WARNING),
+        ({"level": "low"}, "rocm.clocks.level", Severity.WARNING),
+        ({"temp": "98000"}, "rocm.thermal", Severity.WARNING),
+        ({"mes": "83"}, "rocm.firmware", Severity.ERROR),
+        ({"mes": "80"}, "rocm.firmware", Severity.OK),
+    ],
+)  # fmt: skip
+def test_rules(tmp_path, more, code, severity):
+    assert judge(tmp_path, "A", **more)[code].severity is severity
+
+
+def test_a_gpu_in_use_has_leaked_nothing(tmp_path):
+    assert "rocm.memory.leak" not in judge(tmp_path, "H", kfd_proc=["77"])
+
+
+def test_missing_nodes_are_named(tmp_path):
+    root = Path(tree(tmp_path, "A"))
+    (root / "dev/kfd").unlink()
+    context = DoctorContext(root=str(root), live=False)
+    found = {f.code: f for f in findings(context)}["rocm.nodes"]
+    assert found.severity is Severity.ERROR
+    assert "/dev/kfd" in found.text
+    assert "/dev/kfd" in hardware_reason(read_platform(str(root))).text
+
+
+def test_machines_without_amd_gpus_hear_nothing(tmp_path):
+    assert list(findings(DoctorContext(root=str(tmp_path), live=False))) == []
+
+
+def test_no_rule_touches_thermal_protection(tmp_path):
+    texts = [
+        f.fix
+        for i, n in enumerate(CASES)
+        for f in judge(tmp_path / str(i), n, temp="99000").values()
+    ]
+    assert not any("thermal" in text and "off" in text for text in texts)
+
+
+def test_other_chips_are_refused_by_name(tmp_path):
+    reason = hardware_reason(read_platform(tree(tmp_path, "J")))
+    assert "gfx1100" in reason.text
+    assert hardware_reason(read_platform(tree(tmp_path / "a", "A"))) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "archs", "available", "code"),
+    [
+        ((None, "13.0"), [], False, "wrong_torch"),
+        ((None, None), [], False, "wrong_torch"),
+        (("7.14", None), ["gfx1100", "gfx942"], True, "torch_arch"),
+        (("7.14", None), ["gfx1151"], False, "hip_unavailable"),
+        (("7.14", None), ["gfx1151"], True, None),
+    ],
+)
+def test_torch_builds_are_told_apart(build, archs, available, code):
+    reason = torch_reason(build, archs, available=available)
+    assert (reason and reason.code) == code
+
+
+def test_error_texts_are_explained():
+    assert explain("RuntimeError: No CUDA GPUs are available").meaning.startswith("torch was not")
+    assert explain("HIP error: invalid device function").fix
+    assert explain("Memory access fault by GPU node-1 ... Page not present or supervisor")
+    assert explain("something else") is None
+    assert all(fault.meaning and fault.fix for fault in FAULTS)

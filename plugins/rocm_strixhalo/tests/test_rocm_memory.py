@@ -1,0 +1,108 @@
+"""Memory rules on the fixture trees, reads past the page cache, locking."""
+
+import errno
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halogen_rocm.direct_read import file_span, read_span
+from halogen_rocm.locking import lock, lock_reason, locked_bytes
+from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier
+from halogen_rocm.platform import read_platform
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import CASES, tree
+
+
+def tier(tmp_path, name, *, ledger=0, hip_free=None, **more):
+    platform = read_platform(tree(tmp_path, name, **more))
+    return device_tier(
+        platform, platform.gpus[0], ledger=Ledger(device_bytes=ledger), hip_free=hip_free
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_carve_out_and_gtt_are_never_added(tmp_path, name):
+    found = tier(tmp_path, name)
+    case = CASES[name]
+    assert found.total <= max(case["vram"], case["gtt"])
+    assert 0 <= found.free <= found.total
+
+
+@pytest.mark.parametrize(("name", "shared"), [("A", True), ("B", True), ("C", False), ("D", False), ("E", True), ("J", False)])  # fmt: skip
+def test_the_larger_pool_is_the_one(tmp_path, name, shared):
+    found = tier(tmp_path, name)
+    assert found.shared_with_host is shared
+    larger = "gtt" if shared else "vram"
+    assert found.total == min(
+        CASES[name][larger], CASES[name]["mem_kb"] * 1024 if shared else 1 << 60
+    )
+
+
+def test_a_discrete_gpu_is_not_called_unified(tmp_path):
+    platform = read_platform(tree(tmp_path, "J"))
+    assert platform.strix_halo is None
+    assert platform.gpus[0].arch == "gfx1100"
+
+
+def test_usable_is_the_least_of_all_bounds(tmp_path):
+    host = CASES["A"]["mem_kb"] * 1024 - (4 << 30)
+    assert tier(tmp_path / "0", "A").free == host - RESERVE
+    assert tier(tmp_path / "1", "A", hip_free=20 * GIB).free == 20 * GIB
+    assert tier(tmp_path / "2", "A", cgroup=str(30 * GIB)).free == 30 * GIB
+    assert tier(tmp_path / "3", "B").free == CASES["B"]["gtt"]
+    low = tier(tmp_path / "4", "A", available_kb=16 << 20)
+    assert low.free == 10 * GIB
+    assert "bound by MemAvailable" in low.source
+
+
+def test_own_ledger_counts_where_the_driver_forgets(tmp_path):
+    before = tier(tmp_path / "0", "A").free
+    # the driver says nothing is used and MemAvailable still counts our pages as cache
+    assert tier(tmp_path / "1", "A", ledger=40 * GIB).free == before - 40 * GIB
+    # where the driver counts them, they are not counted twice
+    tracked = tier(tmp_path / "2", "B", ledger=40 * GIB, gtt_used=40 * GIB)
+    assert tracked.free == CASES["B"]["gtt"] - 40 * GIB
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 5), (1, 4096), (4095, 9000), (8192, 12288), (777, 0)]
+)
+def test_spans_are_read_exactly(tmp_path, offset, size):
+    data = np.random.default_rng(0).integers(0, 256, 30000, dtype=np.uint8)
+    path = tmp_path / "weights"
+    path.write_bytes(data.tobytes())
+    assert (read_span(str(path), offset, size) == data[offset : offset + size]).all()
+
+
+def test_a_short_file_is_an_error(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(OSError, match="ends at"):
+        read_span(str(path), 50, 100)
+
+
+def test_a_view_of_a_map_knows_its_file(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(200)))
+    view = np.memmap(path, np.uint8, mode="r", offset=16)[20:60][4:]
+    assert file_span(view) == (str(path), 40)
+    assert (read_span(*file_span(view), view.size) == view).all()
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    assert file_span(np.frombuffer(mapped, np.uint8)[7:20]) == (str(path), 7)
+    assert file_span(np.zeros(3, np.uint8)) is None
+
+
+def test_locking_tells_what_it_did():
+    page = np.zeros(8192, np.uint8)
+    done = lock(page.__array_interface__["data"][0], page.nbytes)
+    assert done.bytes == locked_bytes()
+    assert (done.reason is None) == (done.bytes >= page.nbytes)
+    reason = lock_reason(errno.ENOMEM, 1 << 40)
+    assert os.strerror(errno.ENOMEM) in reason.text
+    assert "LimitMEMLOCK" in reason.hint

@@ -1,0 +1,176 @@
+"""`halogen plan` from the shipped profile, and the backend opened on a fixture tree."""
+
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import attrs
+import numpy as np
+import pytest
+
+from halogen_core.cli.plan import (
+    Workload,
+    active_share,
+    fallbacks,
+    find_profile,
+    kv_bytes_per_token,
+    lines,
+    plan,
+)
+from halogen_core.errors import BackendUnavailable, ConfigError, OutOfMemory
+from halogen_core.spi import (
+    FORMATS,
+    AttentionSpec,
+    BackendOptions,
+    DecoderConfig,
+    KVSpec,
+    LayerConfig,
+    MoESpec,
+    QuantTensor,
+    WeightRole,
+)
+from halogen_rocm.backend import RocmBackend, create
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import tree
+
+GIB = 1 << 30
+
+
+class Header:
+    """A checkpoint of sizes only: Qwen2.5-32B in Q4_K."""
+
+    path, architecture, hparams = "qwen2.5-32b-q4_k", "qwen2", {}
+    layers, hidden, inner, vocab, heads, kv_heads, dim = 64, 5120, 27648, 152064, 40, 8, 128
+
+    def shapes(self):
+        out = {
+            "token_embd.weight": (self.vocab, self.hidden),
+            "output.weight": (self.vocab, self.hidden),
+        }
+        for i in range(self.layers):
+            sizes = {
+                "attn_q": (self.heads * self.dim, self.hidden), "attn_k": (self.kv_heads * self.dim, self.hidden),
+                "attn_v": (self.kv_heads * self.dim, self.hidden), "attn_output": (self.hidden, self.heads * self.dim),
+                "ffn_gate": (self.inner, self.hidden), "ffn_up": (self.inner, self.hidden),
+                "ffn_down": (self.hidden, self.inner),
+            }  # fmt: skip
+            out |= {f"blk.{i}.{k}.weight": v for k, v in sizes.items()}
+        return out
+
+    def names(self):
+        return self.shapes().keys()
+
+    def tensor(self, name):
+        n, k = self.shapes()[name]
+        size = FORMATS["Q4_K"].nbytes(n * k)
+        data = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (size,), (0,))
+        return QuantTensor(format="Q4_K", shape=(n, k), data=data, name=name)
+
+
+def decoder(header, **more):
+    attention = AttentionSpec(
+        num_heads=header.heads, num_kv_heads=header.kv_heads, head_dim=header.dim, scale=1.0
+    )
+    return DecoderConfig(
+        architecture="qwen2",
+        layers=(LayerConfig(attention=attention, **more),) * header.layers,
+        hidden_size=header.hidden,
+        intermediate_size=header.inner,
+        vocab_size=header.vocab,
+        context_length=32768,
+        norm_eps=1e-6,
+    )
+
+
+PROFILE = find_profile("rocm_strixhalo", "strix-halo-128")
+WORK = Workload(context=32768, kv_dtype="f16", block_size=64, batch_tokens=2048)
+
+
+def test_a_32b_model_by_hand():
+    header = Header()
+    about = plan(header, decoder(header), PROFILE, WORK)
+    assert kv_bytes_per_token(decoder(header), "f16") == 256 * 1024
+    weights = about["pools"]["static"]
+    assert 18.0e9 < weights < 18.8e9
+    left = PROFILE.free - PROFILE.reserve - weights - about["pools"]["temp"]
+    assert about["sessions"] == left // (256 * 1024) // 32768 == 11
+    read = active_share(header, decoder(header))[0]
+    decode = about["bounds"]["decode_tok_s_empty"]
+    assert decode["peak"] == pytest.approx(256e9 / read)
+    assert decode["safe"] < decode["peak"] < 15, "no claim over the bus"
+    full = about["bounds"]["decode_tok_s_full"]["safe"]
+    assert full == pytest.approx(215e9 / (read + 256 * 1024 * 32768))
+    assert any("not a speed" in line for line in lines(about))
+
+
+def test_experts_count_only_when_they_are_chosen():
+    header = Header()
+    moe = MoESpec(num_experts=128, top_k=8)
+    dense = active_share(header, decoder(header))
+    assert active_share(header, decoder(header, moe=moe)) == dense
+
+
+def test_what_cannot_fit_is_refused_with_arithmetic():
+    header = Header()
+    small = attrs.evolve(PROFILE, free=24 * GIB)
+    with pytest.raises(OutOfMemory, match=r"24.00 GiB - reserve 6.00 GiB - weights") as caught:
+        plan(header, decoder(header), small, WORK)
+    assert caught.value.code == "HRT-3420"
+
+
+def test_fallbacks_are_named():
+    found = fallbacks(decoder(Header()), PROFILE, Counter({"Q4_K": 3, "IQ9": 1}))
+    assert any("IQ9" in text for text in found)
+    assert not any("Q4_K" in text for text in found)
+
+
+def test_unknown_profiles_and_dtypes_are_refused():
+    with pytest.raises(ConfigError, match="strix-halo-128"):
+        find_profile("rocm_strixhalo", "strix-halo-999")
+    header = Header()
+    with pytest.raises(ConfigError, match="kv dtype"):
+        plan(header, decoder(header), PROFILE, attrs.evolve(WORK, kv_dtype="q2"))
+
+
+def test_profiles_agree_with_the_backend(tmp_path):
+    backend = RocmBackend(BackendOptions(), root=tree(tmp_path, "A"), device="cpu")
+    able = backend.capabilities()
+    assert set(PROFILE.kv_block_sizes) == set(able.kv_block_sizes)
+    assert set(PROFILE.kv_dtypes) <= set(able.kv_dtypes)
+    native = {name for name, kind in PROFILE.weight_formats.items() if kind == "native"}
+    assert native <= {name for name, kind in able.weight_formats.items() if kind == "native"}
+    fallback = {p.op for p in backend.placement() if p.level != "native"}
+    assert fallback == set(PROFILE.fallback_ops)
+    data = json.loads(
+        (Path(__file__).parents[1] / "halogen_rocm/profiles/strix-halo-128.json").read_text()
+    )
+    assert data["name"] == "strix-halo-128"
+
+
+def test_the_backend_tells_its_memory_and_counts_what_it_holds(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    options = BackendOptions(extra={"reserve_gib": "10"})
+    backend = RocmBackend(options, root=tree(tmp_path, "A"), device="cpu")
+    assert "Using device: rocm:0 (gfx1151, card1)" in caplog.text
+    assert backend.capabilities().unified_memory
+    before = backend.memory()[0]
+    layout = backend.kv_layout(KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16))
+    backend.kv_alloc(layout, 7)
+    norm = QuantTensor(format="F32", shape=(8,), data=np.zeros(32, np.uint8))
+    backend.pack([norm], WeightRole.NORM)
+    held = layout.bytes_per_block * 8 + 32
+    assert before.free - backend.memory()[0].free == held
+    assert backend.counters().gauges["device_ledger_bytes"] == held
+
+
+def test_no_strix_halo_no_backend(tmp_path):
+    with pytest.raises(BackendUnavailable, match="gfx1151"):
+        RocmBackend(BackendOptions(), root=tree(tmp_path, "J"), device="cpu")
+    with pytest.raises(ConfigError, match="rocm:0"):
+        create(BackendOptions(device="rocm:3"))
