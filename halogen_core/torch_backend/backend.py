@@ -178,7 +178,7 @@ class TorchBackend:
         return kv.layout_of(spec)
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
-        return kv.allocate(layout, num_blocks, self.device)
+        return kv.allocate(layout, num_blocks, self.device, free=self.memory()[0].free)
 
     def kv_copy(self, kv_cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(kv_cache, pairs)

@@ -20,6 +20,7 @@ from halogen_core.spi.operations import AttentionSpec, PackedWeight
 from halogen_core.spi.step import StepMeta
 from halogen_core.torch_backend.kv import decode, torch_kv
 from halogen_core.torch_backend.ops import TorchOps
+from halogen_core.torch_backend.signatures import refuse_uneven_heads
 from halogen_core.torch_backend.step import TorchStepMeta, torch_meta, upload_arrays
 
 _ROWS = 8
@@ -66,6 +67,7 @@ class InvariantTorchOps(TorchOps):
         sinks: PackedWeight[Tensor] | None = None,
     ) -> Tensor:
         step = torch_meta(meta)
+        refuse_uneven_heads(spec)
         plan = step.once(
             ("tiles", id(kv), spec.num_kv_heads), lambda: _plan(kv, step, spec.num_kv_heads)
         )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.errors import ConfigError
+from halogen_core.errors import ConfigError, OutOfDeviceMemory
 from halogen_core.spi.memory import (
     KV_ROW_BYTES,
     KVBlocks,
@@ -81,14 +81,23 @@ def layout_of(spec: KVSpec, *, max_block_size: int = 1024) -> KVLayout:
     return KVLayout(spec=spec, id=f"{LAYOUT_ID}/{spec.dtype}", bytes_per_block=per_block)
 
 
-def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
-    """A zeroed pool of `num_blocks` blocks and the trash block."""
+def allocate(layout: KVLayout, num_blocks: int, device: torch.device, *, free: int = 0) -> KVCache:
+    """A zeroed pool of `num_blocks` blocks and the trash block.
+
+    Raises `OutOfDeviceMemory`, which tells the `free` bytes.
+    """
     spec = layout.spec
     storage = _STORAGE[spec.dtype]
     row = kv_row_bytes(spec) // storage.itemsize
     shape = (spec.num_layers, num_blocks + 1, 2, spec.num_kv_heads, spec.block_size, row)
-    # zeroed: a masked key weighs 0, and 0 times a stray NaN would still be NaN
-    pool = torch.zeros(shape, dtype=storage, device=device)
+    try:
+        # zeroed: a masked key weighs 0, and 0 times a stray NaN would still be NaN
+        pool = torch.zeros(shape, dtype=storage, device=device)
+    except (RuntimeError, MemoryError) as exc:
+        asked = int(np.prod(shape, dtype=np.float64)) * storage.itemsize
+        raise OutOfDeviceMemory(
+            "dynamic", asked=asked, free=free, fix="lower cache.memory or --max-context"
+        ) from exc
     layers = tuple(layer.view(-1, row) for layer in pool)
     return KVCache(layout=layout, num_blocks=num_blocks, payload=TorchKV(pool, layers, spec.dtype))
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from halogen_core.errors import UnsupportedOp
 from halogen_core.spi.operations import MoESpec
 
 
 def route(router_logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
     """Experts [T, k] int64 and their weights [T, k] float32; ties go to the lower expert."""
+    if not 1 <= spec.top_k <= spec.num_experts:
+        raise UnsupportedOp(f"top_k is {spec.top_k}; allowed are 1 to {spec.num_experts} experts")
     logits = router_logits.float()
     scores = logits.sigmoid() if spec.gating == "sigmoid" else logits.softmax(-1)
     # a stable sort, because topk leaves the order of equals open
@@ -46,7 +49,7 @@ def apply_experts(
             rows = slice(start, start + count)
             outputs.index_copy_(0, order[rows], expert(index, inputs[rows]))
             start += count
-    ranked = outputs.view(tokens, k, -1).float() * weights.unsqueeze(-1)
+    ranked = outputs.view(tokens, k, x.shape[1]).float() * weights.unsqueeze(-1)
     total = ranked[:, 0]
     for rank in range(1, k):
         total = total + ranked[:, rank]

@@ -15,10 +15,14 @@ from halogen_core.torch_backend.attention import attend, kv_rows
 from halogen_core.torch_backend.kv import encode, torch_kv
 from halogen_core.torch_backend.moe import apply_experts, route
 from halogen_core.torch_backend.rope import rope_tables, rotate
+from halogen_core.torch_backend.signatures import refuse_uneven_heads
 from halogen_core.torch_backend.step import torch_meta, upload_arrays
 from halogen_core.torch_backend.weights import StoredRows
 
 Weight = PackedWeight[Tensor]
+
+_SLAB = 1 << 22
+"""Elements of an output matrix that are converted at once."""
 
 
 class TorchOps:
@@ -57,6 +61,15 @@ class TorchOps:
         """X [T, K] times weight [N, K] transposed: the one dense product all ops are made of."""
         return F.linear(x, weight, bias)
 
+    def matmul_f32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product with a float32 result, not rounded to `dtype` on the way."""
+        if weight.dtype is torch.float32:
+            return self.matmul(x, weight)
+        # slab by slab, so that no second float32 table is held
+        rows, step = weight.shape[0], max(1, _SLAB // weight.shape[1])
+        slabs = (weight[start : start + step].float() for start in range(0, rows, step))
+        return torch.cat([self.matmul(x.float(), slab) for slab in slabs], dim=1)
+
     def qkv_rope_store(
         self,
         qkv: Tensor,
@@ -69,6 +82,7 @@ class TorchOps:
         k_norm: Weight | None = None,
     ) -> Tensor:
         step, tokens = torch_meta(meta), len(qkv)
+        refuse_uneven_heads(spec)
         query_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = qkv.view(tokens, query_heads + 2 * kv_heads, spec.head_dim)
         turned = heads[:, : query_heads + kv_heads]
@@ -101,6 +115,7 @@ class TorchOps:
         sinks: Weight | None = None,
     ) -> Tensor:
         step = torch_meta(meta)
+        refuse_uneven_heads(spec)
         return attend(self._activation(q), kv, layer, step, spec, sinks.payload if sinks else None)
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
@@ -144,7 +159,7 @@ class TorchOps:
     def logits(
         self, x: Tensor, weight: Weight, *, scale: float = 1.0, softcap: float | None = None
     ) -> Tensor:
-        values = self.matmul(self._activation(x), weight.payload).float()
+        values = self.matmul_f32(self._activation(x), weight.payload)
         if scale != 1.0:
             values = values.mul_(scale)
         return values if softcap is None else values.div_(softcap).tanh_().mul_(softcap)

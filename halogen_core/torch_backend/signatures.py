@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halogen_core.errors import UnsupportedOp
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import KV_ROW_BYTES
 from halogen_core.spi.operations import AttentionSpec, MoESpec, OpSignature
@@ -26,6 +27,14 @@ def refusals(signature: OpSignature, dtype: str) -> tuple[str, ...]:
     if signature.moe is not None:
         reasons += _moe(signature.moe)
     return tuple(reasons)
+
+
+def refuse_uneven_heads(spec: AttentionSpec) -> None:
+    """Raises `UnsupportedOp` where query heads do not divide over KV heads."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise UnsupportedOp(
+            f"{spec.num_heads} query heads do not divide over {spec.num_kv_heads} kv heads"
+        )
 
 
 def _attention(spec: AttentionSpec, kv_dtype: str | None) -> list[str]:

@@ -66,8 +66,10 @@ def _filter(probabilities: Tensor, first: Tensor, ks: Tensor, top_p: Tensor) -> 
     within = ks.clamp_max(first.shape[1])
     whole = probabilities.sum(-1, keepdim=True, dtype=torch.float64)
     mass = torch.where(ks <= within, running.gather(1, within - 1), whole)
-    # a token is kept while the mass before it has not reached top_p
-    reached = running[:, :-1] >= top_p.double().unsqueeze(1) * mass
+    # a token is kept while the mass before it has not reached top_p; 1 is never reached, however
+    # the sums are rounded
+    share = torch.where(top_p >= 1, torch.inf, top_p.double()).unsqueeze(1)
+    reached = running[:, :-1] >= share * mass
     count = torch.minimum(first.shape[1] - reached.sum(-1, keepdim=True), within)
     least = first.gather(1, count - 1)
     kept = probabilities >= least

@@ -32,7 +32,7 @@ class CpuReference(TorchBackend):
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         weight = super().pack(parts, role)
-        if role is not WeightRole.LINEAR or not can_prepack(self.dtype):
+        if role is not WeightRole.LINEAR or not can_prepack(weight.payload):
             return weight
         return attrs.evolve(weight, payload=prepack(weight.payload), format_id="torch/onednn/f32")
 

@@ -60,14 +60,14 @@ def test_a_model_runs_in_every_dtype(dtype):
 def test_prepacked_weights_are_the_same_numbers():
     """OneDNN's layout changes no bit of a weight, and products stay within float32 rounding."""
     rng = np.random.default_rng(0)
-    values = rng.standard_normal((257, 96)).astype(np.float32)
+    values = rng.standard_normal((960, 137)).astype(np.float32)
     backend = create(BackendOptions())
     weight = backend.pack([f32_tensor("w", values)], WeightRole.LINEAR)
     assert weight.payload.is_mkldnn
     np.testing.assert_array_equal(backend.unpack(weight), values)
     bias = backend.pack([f32_tensor("b", values[:, 0].copy())], WeightRole.BIAS)
     for rows in (0, 1, 8, 33):
-        x = rng.standard_normal((rows, 96)).astype(np.float32)
+        x = rng.standard_normal((rows, 137)).astype(np.float32)
         got = backend.download(backend.ops.linear(backend.upload(x), weight, bias=bias))
         want = x.astype(np.float64) @ values.T.astype(np.float64) + values[:, 0]
         np.testing.assert_allclose(got, want, atol=1e-4)

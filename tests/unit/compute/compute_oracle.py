@@ -76,8 +76,22 @@ def moe(x, router, gate_up, down, spec):
     return out
 
 
+def picks(logits, batch, row):
+    """The tokens one row may pick: one, unless the number or top-p falls on a float32 boundary."""
+    x = adjusted(logits, batch, row)
+    if batch.temperature[row] == 0:
+        return {int(x.argmax())}
+    near = (-2e-6, 0, 2e-6)
+    return {_drawn(x, batch, row, number, share) for number in near for share in near}
+
+
 def pick(logits, batch, row):
-    """The token of one row, by sorting and looping as the docs say."""
+    x = adjusted(logits, batch, row)
+    return int(x.argmax()) if batch.temperature[row] == 0 else _drawn(x, batch, row, 0, 0)
+
+
+def adjusted(logits, batch, row):
+    """Logits after penalties, bias and mask, by looping as the docs say."""
     x = np.asarray(logits, np.float32).copy()
     for at in range(batch.history_start[row], batch.history_start[row + 1]):
         token, count = batch.history_ids[at], batch.history_counts[at]
@@ -91,27 +105,27 @@ def pick(logits, batch, row):
         for token in range(len(x)):
             if not int(batch.mask[row, token // 32]) >> (token % 32) & 1:
                 x[token] = -np.inf
-    if batch.temperature[row] == 0:
-        return int(x.argmax())
-    p = truncated(x / batch.temperature[row], batch, row)
-    running, target = 0.0, float(batch.uniforms[row]) * p.sum()
-    for token, mass in enumerate(p):
-        running += mass
-        if running > target:
-            return token
-    raise AssertionError("no mass")
+    return x
 
 
-def truncated(x, batch, row):
-    """Probabilities after top-k, top-p and min-p, each on what the one before left."""
+def _drawn(x, batch, row, number, share):
+    p = truncated(x / batch.temperature[row], batch, row, share)
+    target = max(0.0, float(batch.uniforms[row]) + number) * p.sum()
+    above = np.flatnonzero(np.cumsum(p) > target)
+    return int(above[0]) if len(above) else int(np.flatnonzero(p)[-1])
+
+
+def truncated(x, batch, row, share):
+    """Probabilities after top-k, top-p (moved by `share`) and min-p, each on what is left."""
     p = np.exp(x.astype(np.float64) - x.max())
     p /= p.sum()
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
     if batch.top_k[row] > 0:
         order = order[: batch.top_k[row]]
+    top_p = float(batch.top_p[row])
     mass, kept, before = p[order].sum(), [], 0.0
     for token in order:
-        if kept and before >= float(batch.top_p[row]) * mass:
+        if kept and top_p < 1 and before >= (top_p + share) * mass:
             break
         kept.append(token)
         before += p[token]

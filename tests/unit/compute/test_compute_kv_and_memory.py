@@ -3,6 +3,7 @@
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from halogen_core.errors import ConfigError, OutOfMemory, UnsupportedOp
 from halogen_core.models import Decoder, config_of, kv_spec
@@ -32,6 +33,7 @@ from halogen_core.spi.testing import (
 )
 from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.host_memory import divide, host_tier
+from halogen_core.torch_backend.step import upload_arrays
 
 KV_DTYPES = ["f32", "f16", "bf16", "q8_0", "f8_e5m2"]
 
@@ -305,6 +307,21 @@ def test_unknown_activation_is_refused():
     backend = TorchBackend()
     with pytest.raises(UnsupportedOp, match="tanh"):
         backend.ops.gated_act(backend.upload(np.ones((1, 4), np.float32)), "tanh")
+
+
+def test_one_transfer_carries_all_arrays():
+    """Off the host, one buffer is sent and cut into views (shapes and dtypes seen on `meta`)."""
+    arrays = [
+        np.arange(5, dtype=np.int32),
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.ones(3, np.bool_),
+        np.zeros((0, 4), np.float32),
+    ]
+    for device in ("cpu", "meta"):
+        tensors = upload_arrays(arrays, torch.device(device))
+        assert [tuple(t.shape) for t in tensors] == [a.shape for a in arrays]
+        assert [t.dtype for t in tensors] == [torch.int32, torch.int64, torch.bool, torch.float32]
+        assert {t.device.type for t in tensors} == {device}
 
 
 def test_close_may_be_called_twice():
