@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
+from halogen_core import __version__
 from halogen_core.engine.engine import Engine
+from halogen_core.engine.mover import BackendMover
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import EngineInfo
 from halogen_core.engine.runner import Runner
+from halogen_core.engine.snapshots import Snapshots
 from halogen_core.errors import ConfigError
 from halogen_core.kv.block_pool import BlockPool
+from halogen_core.kv.policies import eviction_policy
+from halogen_core.kv.snapshot import Identity
+from halogen_core.kv.tiers import Tier, Tiers
+from halogen_core.kv.tree import ReuseRules
 from halogen_core.loader import open_model
 from halogen_core.models import Decoder, config_of, kv_spec
 from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, select
 from halogen_core.scheduler.config import SchedulerConfig
+from halogen_core.scheduler.policies import scheduling_policy
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.spi import (
     Backend,
@@ -26,6 +36,7 @@ from halogen_core.spi import (
     KVLayout,
     MemoryPlan,
     MemoryRequest,
+    PolicySpec,
 )
 
 Progress = Callable[[int, int], None]
@@ -52,7 +63,17 @@ def build_engine(
     config = config_of(checkpoint, [spec for _, spec in architectures])
     backend = create_backend(candidate, _backend_options(options))
     try:
-        return assemble_engine(options, backend, checkpoint, config, progress=progress)
+        return assemble_engine(
+            options,
+            backend,
+            checkpoint,
+            config,
+            progress=progress,
+            policies=Policies(
+                scheduling=[p for _, p in registry.collect("halogen_scheduling_policies")],
+                eviction=[p for _, p in registry.collect("halogen_eviction_policies")],
+            ),
+        )
     except BaseException:
         backend.close()
         raise
@@ -65,21 +86,65 @@ def assemble_engine(
     config: DecoderConfig,
     *,
     progress: Progress = lambda done, total: None,
+    policies: Policies | None = None,
 ) -> Engine:
-    """An engine over an open backend and checkpoint."""
+    """An engine over an open backend and checkpoint; `policies` are those of plugins."""
+    policies = policies or Policies()
     context = _context(options, backend, config)
     decoder = Decoder.load(config, checkpoint, backend, progress=progress)
     layout = _kv_layout(options, backend, config)
     plan = backend.plan(_memory_request(options, decoder, layout, context))
     kv = backend.kv_alloc(layout, plan.num_blocks)
-    blocks = BlockPool(plan.num_blocks, layout.spec.block_size)
-    scheduler = Scheduler(_scheduler_config(options), blocks)
+    mover = BackendMover(backend, kv)
+    blocks = _block_pool(options, config, mover, policies)
+    scheduler = Scheduler(
+        _scheduler_config(options),
+        blocks,
+        policy=scheduling_policy(options.scheduling_policy, policies.scheduling),
+        cost=backend.cost,
+        limits=backend.limits(),
+    )
     return Engine(
         runner=Runner(backend, decoder, kv),
         scheduler=scheduler,
         blocks=blocks,
+        snapshots=Snapshots(blocks, mover, _identity(backend, checkpoint, layout)),
         info=_info(options, backend, checkpoint, config, kv, plan, context),
         end_token_ids=tuple(options.end_token_ids),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Policies:
+    """What plugins contribute to the scheduler and the KV block manager."""
+
+    scheduling: Sequence[PolicySpec] = ()
+    eviction: Sequence[PolicySpec] = ()
+
+
+def _block_pool(
+    options: EngineOptions, config: DecoderConfig, mover: BackendMover, policies: Policies
+) -> BlockPool:
+    host = Tier.host(options.host_kv_bytes, mover.bytes_per_block)
+    windows = [layer.attention.window for layer in config.layers]
+    # a block may go only when no layer looks at it any more
+    window = None if None in windows else max(w for w in windows if w is not None)
+    return BlockPool(
+        mover.kv.num_blocks,
+        mover.kv.layout.spec.block_size,
+        eviction=eviction_policy(options.eviction_policy, policies.eviction),
+        prefix_cache=options.prefix_cache,
+        rules=ReuseRules(window=window),
+        tiers=Tiers(mover, (host,)) if len(host.rows) else None,
+    )
+
+
+def _identity(backend: Backend[Any], checkpoint: Checkpoint, layout: KVLayout) -> Identity:
+    own = backend.capabilities()
+    return Identity(
+        model=checkpoint.content_id,
+        layout=f"{layout.id} {layout.spec.dtype} {layout.spec.block_size}",
+        build=f"halogen {__version__} {own.name}",
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,9 +24,12 @@ from halogen_core.engine.protocol import (
 )
 from halogen_core.engine.runner import Runner, StepResult
 from halogen_core.engine.sampler import RowSampler
+from halogen_core.engine.snapshots import Snapshots
 from halogen_core.errors import HalogenError, RequestError
 from halogen_core.kv.block_pool import BlockPool
-from halogen_core.scheduler.scheduler import Scheduler, StepPlan
+from halogen_core.kv.salt import cache_salt
+from halogen_core.scheduler.plan import StepPlan
+from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence as KVSequence
 
 log = logging.getLogger(__name__)
@@ -53,9 +57,9 @@ class Engine:
     scheduler: Scheduler
     blocks: BlockPool
     info: EngineInfo
+    snapshots: Snapshots
     end_token_ids: tuple[int, ...]
     clock: Callable[[], float] = time.monotonic
-    close_cache: Callable[[], None] = lambda: None
     _ids: itertools.count[int] = attrs.field(factory=itertools.count)
     _sequences: dict[str, KVSequence] = attrs.field(factory=dict)
     _steps: int = 0
@@ -129,8 +133,15 @@ class Engine:
 
     def close(self) -> None:
         """Release the device."""
-        self.close_cache()
         self.runner.close()
+
+    def save_cache(self, path: str) -> int:
+        """Write the prefix cache to `path`; the number of blocks."""
+        return self.snapshots.save(Path(path))
+
+    def load_cache(self, path: str) -> int:
+        """Read a prefix cache from `path`; the number of blocks. Raises for a foreign file."""
+        return self.snapshots.load(Path(path))
 
     # -- one request
 
@@ -173,7 +184,7 @@ class Engine:
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             max_new_tokens=min(request.max_tokens, self.info.context_length - len(prompt)),
-            salt=request.cache_salt.encode(),
+            salt=cache_salt(tenant=request.cache_salt),
             priority=request.priority,
             session=request.session,
             arrival=now,
