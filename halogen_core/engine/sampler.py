@@ -33,6 +33,35 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+class TokenHistory:
+    """Distinct tokens of a sequence and how often each was generated, grown token by token."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        found = dict.fromkeys(prompt)
+        self._at = {token: index for index, token in enumerate(found)}
+        self._ids = np.fromiter(found, np.int32, count=len(found))
+        self._counts = np.zeros(len(found), np.int32)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        return self._ids[: len(self._at)]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """Times generated, 0 for tokens of the prompt alone."""
+        return self._counts[: len(self._at)]
+
+    def record(self, token: int) -> None:
+        """Note a generated token."""
+        index = self._at.setdefault(token, len(self._at))
+        if index == len(self._ids):
+            room = max(64, index)
+            self._ids = np.concatenate((self._ids, np.zeros(room, np.int32)))
+            self._counts = np.concatenate((self._counts, np.zeros(room, np.int32)))
+        self._ids[index] = token
+        self._counts[index] += 1
+
+
 @attrs.define(eq=False)
 class RowSampler:
     """One sequence's sampling parameters and what its penalties remember."""
@@ -43,7 +72,8 @@ class RowSampler:
     min_tokens: int = 0
     num_logprobs: int = -1
     num_generated: int = 0
-    _counts: dict[int, int] | None = None
+    history: TokenHistory | None = None
+    """None: no penalty looks at it."""
 
     @classmethod
     def start(
@@ -68,18 +98,14 @@ class RowSampler:
             end_token_ids=tuple(end_token_ids),
             min_tokens=min_tokens,
             num_logprobs=num_logprobs,
-            counts=dict.fromkeys(prompt, 0) if penalised else None,
+            history=TokenHistory(prompt) if penalised else None,
         )
 
     def record(self, token: int) -> None:
         """Note a generated token."""
         self.num_generated += 1
-        if self._counts is not None:
-            self._counts[token] = self._counts.get(token, 0) + 1
-
-    def history(self) -> dict[int, int]:
-        """Token -> times generated, of tokens that penalties look at."""
-        return self._counts or {}
+        if self.history is not None:
+            self.history.record(token)
 
     def bias(self) -> dict[int, float]:
         """Logit bias now; end tokens are out of reach before `min_tokens`."""
@@ -100,7 +126,7 @@ class SamplingRow:
 def sampling_batch(rows: Sequence[SamplingRow]) -> SamplingBatch:
     """The `SamplingBatch` of a step's rows, in order. Forced rows are neutral and greedy."""
     free = [r.sampler.params if r.forced < 0 else _NEUTRAL for r in rows]
-    history = _csr([r.sampler.history() if r.forced < 0 else {} for r in rows])
+    history = _history([r.sampler.history if r.forced < 0 else None for r in rows])
     bias = _csr([r.sampler.bias() if r.forced < 0 else {} for r in rows])
     temperature = _f32([p.temperature for p in free])
     return SamplingBatch(
@@ -115,10 +141,10 @@ def sampling_batch(rows: Sequence[SamplingRow]) -> SamplingBatch:
         forced=_i32([r.forced for r in rows]),
         history_start=history[0],
         history_ids=history[1],
-        history_counts=history[2].astype(np.int32),
+        history_counts=history[2],
         bias_start=bias[0],
         bias_ids=bias[1],
-        bias_values=bias[2].astype(np.float32),
+        bias_values=bias[2],
         num_logprobs=max((r.sampler.num_logprobs for r in rows), default=-1),
     )
 
@@ -133,14 +159,30 @@ def _uniforms(rows: Sequence[SamplingRow]) -> NDArray[np.float32]:
     )
 
 
+def _history(
+    histories: Sequence[TokenHistory | None],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Row starts, ids and counts, one row per history."""
+    known = [h for h in histories if h is not None]
+    start = _starts([0 if h is None else len(h.ids) for h in histories])
+    none = np.zeros(0, np.int32)
+    ids = np.concatenate([none, *(h.ids for h in known)])
+    return start, ids, np.concatenate([none, *(h.counts for h in known)])
+
+
 def _csr(
-    tables: Sequence[dict[int, int]] | Sequence[dict[int, float]],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
-    start = np.zeros(len(tables) + 1, np.int32)
-    np.cumsum([len(t) for t in tables], out=start[1:])
+    tables: Sequence[dict[int, float]],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    start = _starts([len(t) for t in tables])
     ids = np.fromiter((k for t in tables for k in t), np.int32, count=int(start[-1]))
-    values = np.fromiter((v for t in tables for v in t.values()), np.float64, count=int(start[-1]))
+    values = np.fromiter((v for t in tables for v in t.values()), np.float32, count=int(start[-1]))
     return start, ids, values
+
+
+def _starts(lengths: Sequence[int]) -> NDArray[np.int32]:
+    start = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=start[1:])
+    return start
 
 
 def _f32(values: list[float]) -> NDArray[np.float32]:
