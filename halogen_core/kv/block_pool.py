@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from halogen_core.errors import ConfigError
-from halogen_core.kv.eviction import LRU, EvictionPolicy, Evictor
+from halogen_core.kv.eviction import LRU, EvictionPolicy
 from halogen_core.kv.lease import Lease, Match
 from halogen_core.kv.node import NOWHERE, Node
 from halogen_core.kv.residency import Residency
@@ -58,10 +58,10 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.tree = PrefixTree(block_size, rules or ReuseRules())
-        self.evictor = Evictor(eviction or LRU())
+        self.policy = LRU() if eviction is None else eviction
         free = list(range(num_blocks - 1, -1, -1))
         quota = int(pin_quota * num_blocks)
-        self.residency = Residency(self.tree, self.evictor, free, quota, tiers)
+        self.residency = Residency(self.tree, self.policy, free, quota, tiers)
         self.leases: dict[Lease, None] = {}
         self.breaches = 0
         self._copies: dict[int, Node] = {}
@@ -160,8 +160,8 @@ class BlockPool:
             self._promises[lease.owner] = list(lease.nodes)
             for node in lease.nodes:
                 node.promised += 1
-        if lease.session and self.evictor.policy.pins(lease.priority) and not lease.num_released:
-            self.residency.pin(lease.session, [n for n in lease.nodes if self._is_full(n)])
+        if lease.session and self.policy.pins(lease.priority) and not lease.num_released:
+            self.residency.pin(lease.session, lease.nodes)
         self._surrender(lease)
         del self.leases[lease]
         lease.root.refs -= 1
@@ -176,6 +176,25 @@ class BlockPool:
         """Keep recurrent `state` with the last published block (hybrid models)."""
         if lease.nodes and lease.tip.state is None:
             lease.tip.state = state
+
+    def insert(self, parent: Node, tokens: bytes) -> Node | None:
+        """The cached block `tokens` under `parent`; a new one (uses 0) takes a free block.
+
+        None if none is free: nothing is evicted for it.
+        """
+        node = parent.children.get(tokens)
+        if node is not None and node.is_somewhere:
+            return node
+        if not self.residency.free:
+            return None
+        if node is None:
+            node = parent.children[tokens] = Node(tokens, parent, parent.depth + 1)
+        self.residency.place(node, self.residency.take(1)[0], 0)
+        node.uses = 0
+        self.residency.drop(node)
+        if self.tree.window is None:
+            self.policy.discard(parent, self.residency.tick)
+        return node
 
     # -- one step
 
@@ -235,9 +254,6 @@ class BlockPool:
         }
 
     # -- inside
-
-    def _is_full(self, node: Node) -> bool:
-        return node.num_tokens == self.block_size
 
     def _surrender(self, lease: Lease) -> None:
         private = lease.blocks[max(len(lease.nodes), lease.num_released) :]

@@ -58,7 +58,7 @@ def mend(pool: BlockPool) -> str | None:
     at.free[:] = [b for b in range(pool.num_blocks - 1, -1, -1) if b not in used]
     at.num_idle = at.num_pinned = at.num_pin_marks = 0
     at.pins.clear()
-    at.evictor.clear()
+    at.policy.clear()
     return found
 
 

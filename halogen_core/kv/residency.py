@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from halogen_core.kv.eviction import Evictor
+from halogen_core.kv.eviction import EvictionPolicy
 from halogen_core.kv.node import NOWHERE, Node
 from halogen_core.kv.tiers import Tiers
 from halogen_core.kv.tree import PrefixTree
@@ -23,7 +23,7 @@ class Residency:
     """Places of all blocks. A node is held (refs), pinned, or idle: cached and free to go."""
 
     tree: PrefixTree
-    evictor: Evictor
+    policy: EvictionPolicy
     free: list[int]
     pin_quota: int
     tiers: Tiers | None = None
@@ -60,7 +60,7 @@ class Residency:
                 self.num_pinned -= 1
             else:
                 self.num_idle -= 1
-                self.evictor.discard(node)
+                self.policy.discard(node, self.tick)
         node.refs += 1
         node.uses += 1
         node.priority = max(node.priority, priority)
@@ -108,7 +108,7 @@ class Residency:
                 if not node.refs:
                     self.num_idle -= 1
                     self.num_pinned += 1
-                    self.evictor.discard(node)
+                    self.policy.discard(node, self.tick)
             node.pinned += 1
             held.append(node)
 
@@ -130,7 +130,7 @@ class Residency:
     def offer(self, node: Node) -> None:
         """Make `node` a candidate if it is one: a leaf, or anything under an attention window."""
         if node.is_idle and (self.tree.window is not None or not node.resident_children):
-            self.evictor.add(node)
+            self.policy.add(node, self.tick)
 
     def _rest(self, node: Node) -> None:
         if node.pinned:
@@ -142,7 +142,7 @@ class Residency:
     def _evict(self, count: int) -> None:
         nodes, blocks = [], []
         for _ in range(count):
-            node = self.evictor.pop()
+            node = self.policy.pop(self.tick)
             assert node is not None, "cached blocks without a candidate"
             nodes.append(node)
             blocks.append(node.block)

@@ -44,7 +44,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.blocks = blocks
-        self.policy = policy or FCFS()
+        self.policy = FCFS() if policy is None else policy
         limits = limits or Limits()
         self.max_batch = min(config.max_batch, limits.max_sequences or config.max_batch)
         self.max_tokens = min(config.max_batch_tokens, limits.max_tokens or config.max_batch_tokens)
