@@ -53,8 +53,8 @@ class GGUFCheckpoint:
             if key.startswith(prefix)
         }
         tokens = self.metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list):
-            values.setdefault("vocab_size", len(tokens))
+        if isinstance(tokens, list):  # as llama.cpp: tables have a row per token
+            values["vocab_size"] = len(tokens)
         return values
 
     @property

@@ -15,6 +15,7 @@ from halogen_core.errors import ModelError
 from halogen_core.loader.content import content_hash
 from halogen_core.loader.failures import damaged, foreign, missing, unfit
 from halogen_core.loader.hf_config import HFConfig, read_config, read_json
+from halogen_core.loader.int8 import SCALES_FILE, Int8, read_int8
 from halogen_core.loader.safetensors import SafetensorsFile, read_safetensors
 from halogen_core.spi.arrays import Bytes
 from halogen_core.spi.operations import QuantTensor, RopeStyle
@@ -44,6 +45,8 @@ class HFCheckpoint:
     directory: Path
     config: HFConfig
     _sources: Mapping[str, _Source]
+    _int8: Mapping[str, Int8] = attrs.field(factory=dict)
+    """By key of the file, for tensors that `halogen convert` quantised."""
 
     @property
     def path(self) -> str:
@@ -88,6 +91,11 @@ class HFCheckpoint:
         file, key = source.parts[0]
         entry = file.tensors[key]
         shape, data = entry.shape, file.view(key)
+        if entry.dtype == "I8":
+            int8 = self._int8[key]
+            return QuantTensor(
+                format=int8.scheme, shape=shape, data=data, name=name, aux={"scale": int8.scale}
+            )
         if source.stacked:
             shape = (len(source.parts), *shape)
             data = np.concatenate([f.view(k) for f, k in source.parts])
@@ -102,8 +110,12 @@ def open_directory(directory: Path) -> HFCheckpoint:
     """Open a directory with config.json and safetensors; raises `ModelError`."""
     config = read_config(_inside(directory, "config.json"))
     files = [read_safetensors(path) for path in _weight_files(directory)]
+    int8 = read_int8(directory, read_json(_inside(directory, "config.json")))
     return HFCheckpoint(
-        directory=directory, config=config, sources=_sources(directory, config, files)
+        directory=directory,
+        config=config,
+        sources=_sources(directory, config, files, int8),
+        int8=int8,
     )
 
 
@@ -139,6 +151,7 @@ def _weight_files(directory: Path) -> list[Path]:
         names = sorted(set(weight_map.values()))
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
+        names = [name for name in names if name != SCALES_FILE]
         if "model.safetensors" in names:
             names = ["model.safetensors"]
     paths = [_inside(directory, name) for name in names]
@@ -172,12 +185,16 @@ def refuse_pickle(path: Path) -> ModelError:
 
 
 def _sources(
-    directory: Path, config: HFConfig, files: Sequence[SafetensorsFile]
+    directory: Path,
+    config: HFConfig,
+    files: Sequence[SafetensorsFile],
+    int8: Mapping[str, Int8],
 ) -> dict[str, _Source]:
     experts: dict[str, dict[int, tuple[SafetensorsFile, str]]] = {}
     sources: dict[str, _Source] = {}
     for file, key, name, expert in _renamed(directory, config, files):
-        if file.tensors[key].dtype not in _DTYPES:
+        kind = file.tensors[key].dtype
+        if kind not in _DTYPES and not (kind == "I8" and key in int8):
             raise _unread_dtype(file, key)
         if name == "output.weight" and config.tied_embeddings:
             continue

@@ -131,7 +131,7 @@ WRITTEN = {
     "negative rope base": {"metadata": [("add_rope_freq_base", -1.0)]},
     "context 0": {"metadata": [("add_context_length", 0)]},
     "experts without any": {"metadata": [("add_expert_count", 4)]},
-    "vocab_size too large": {"metadata": [("add_vocab_size", 1 << 20)]},
+    "more tokens than rows": {"metadata": [("add_token_list", ["t"] * 33)]},
     "swapped dims": {"shapes": shapes(**{"blk.1.ffn_up.weight": (32, 64)})},
     "tensor missing": {"shapes": without("blk.1.attn_k.weight")},
     "output norm missing": {"shapes": without("output_norm.weight")},

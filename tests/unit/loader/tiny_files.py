@@ -99,7 +99,7 @@ def hf_name(name):
 def write_hf(directory, **config):
     """A directory with config.json and model.safetensors (float16)."""
     random = np.random.default_rng(7)
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         hf_name(name): random.standard_normal(shape).astype(np.float16)
         for name, shape in llama_shapes().items()
