@@ -14,6 +14,7 @@ EXIT_ERROR = 2
 
 COMMANDS: dict[str, str] = {
     "conform": "Check a backend against the conformance suite.",
+    "convert": "Quantise a model layer by layer.",
     "doctor": "Check this machine and what is installed on it.",
     "explain": "Say what an HRT error code means and how to mend it.",
     "inspect": "Show what a model file says of itself.",
