@@ -37,6 +37,10 @@ class _Group:
     """int64 rows of [2 C Hkv L] that hold no token of this sequence."""
     sequences: int
     queries: int
+    blocks: Tensor
+    """Storage for the blocks read, used by every layer in turn: fresh memory costs page faults."""
+    values: Tensor
+    """float32 [2 C Hkv L, D], `blocks` itself where that is float32."""
 
 
 def attend(
@@ -106,10 +110,12 @@ def _attend_rows(
 
 def _read(kv: KVCache, layer: int, group: _Group, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Keys and values of a group, float32 [C Hkv, L, D] each."""
-    payload, block_size = torch_kv(kv), kv.layout.spec.block_size
-    rows = payload.layers[layer]
-    blocks = rows.view(-1, block_size * rows.shape[1]).index_select(0, group.block_rows)
-    both = decode(blocks.view(-1, rows.shape[1]), payload.dtype, torch.float32)
+    payload = torch_kv(kv)
+    rows, both = payload.layers[layer], group.values
+    blocks = rows.view(-1, group.blocks.shape[1])
+    torch.index_select(blocks, 0, group.block_rows, out=group.blocks)
+    if both.data_ptr() != group.blocks.data_ptr():
+        both.copy_(decode(group.blocks.view(-1, rows.shape[1]), payload.dtype))
     if group.stale.numel():
         # stale slots weigh 0, but 0 times a NaN left by someone else is NaN
         both.index_fill_(0, group.stale, 0)
@@ -163,7 +169,21 @@ def _group(
     ]
     block_rows, hidden, stale, rows = upload_arrays(arrays, meta.positions.device)
     in_order = whole and len(query_rows) == host.num_tokens
-    return _Group(None if in_order else rows, block_rows, hidden, stale, len(members), queries)
+    read = torch_kv(kv).layers[0]
+    storage = read.new_empty((len(block_rows), block_size * read.shape[1]))
+    shape = (len(block_rows) * block_size, spec.head_dim)
+    return _Group(
+        None if in_order else rows,
+        block_rows,
+        hidden,
+        stale,
+        len(members),
+        queries,
+        blocks=storage,
+        values=storage.view(shape)
+        if storage.dtype is torch.float32
+        else storage.new_empty(shape, dtype=torch.float32),
+    )
 
 
 def _block_rows(table: NDArray[np.int64], kv_heads: int) -> NDArray[np.int64]:

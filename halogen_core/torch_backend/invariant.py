@@ -162,7 +162,7 @@ def _read(
     """Keys and values of one tile, [I Hkv, K, D] float32, zero past the sequence's end."""
     payload = torch_kv(kv)
     rows = payload.layers[layer].index_select(0, plan.slots[index])
-    both = decode(rows, payload.dtype, torch.float32)
+    both = decode(rows, payload.dtype).float()
     both = both.view(2, len(plan.lengths), spec.num_kv_heads, _KEYS, spec.head_dim)
     tokens = torch.arange(index * _KEYS, (index + 1) * _KEYS, device=both.device)
     past = tokens >= plan.lengths.unsqueeze(1)

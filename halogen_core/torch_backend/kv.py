@@ -112,13 +112,11 @@ def encode(values: Tensor, dtype: str) -> Tensor:
     return values.to(_STORAGE[dtype])
 
 
-def decode(rows: Tensor, dtype: str, to: torch.dtype) -> Tensor:
-    """Storage rows [..., row] as values [..., D] of dtype `to`."""
+def decode(rows: Tensor, dtype: str) -> Tensor:
+    """Storage rows [..., row] as values [..., D] of a float dtype, not copied where it has one."""
     if dtype == "q8_0":
-        return dequantize(rows, "Q8_0").to(to)
-    if dtype == "f8_e5m2":
-        return rows.view(torch.float8_e5m2).to(to)
-    return rows.to(to)
+        return dequantize(rows, "Q8_0")
+    return rows.view(torch.float8_e5m2) if dtype == "f8_e5m2" else rows
 
 
 def copy_blocks(kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:

@@ -86,7 +86,7 @@ class TorchOps:
         query_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = qkv.view(tokens, query_heads + 2 * kv_heads, spec.head_dim)
         turned = heads[:, : query_heads + kv_heads]
-        if q_norm is not None and k_norm is not None:
+        if q_norm is not None or k_norm is not None:
             turned = self._norm_heads(turned, query_heads, q_norm, k_norm, spec.norm_eps)
         if spec.rope is not None:
             rope = spec.rope
@@ -171,10 +171,20 @@ class TorchOps:
         return x if x.dtype is self.dtype else x.to(self.dtype)
 
     def _norm_heads(
-        self, heads: Tensor, query_heads: int, q_norm: Weight, k_norm: Weight, eps: float
+        self,
+        heads: Tensor,
+        query_heads: int,
+        q_norm: Weight | None,
+        k_norm: Weight | None,
+        eps: float,
     ) -> Tensor:
-        """RMSNorm of each head of [T, Hq + Hkv, D] by its own weight."""
-        values = heads.float()
-        q = F.rms_norm(values[:, :query_heads], (heads.shape[-1],), q_norm.payload, eps)
-        k = F.rms_norm(values[:, query_heads:], (heads.shape[-1],), k_norm.payload, eps)
-        return torch.cat((q, k), dim=1)
+        """RMSNorm of each head of [T, Hq + Hkv, D] by the weight of its kind, where it has one."""
+        kinds = heads.float().split_with_sizes((query_heads, heads.shape[1] - query_heads), 1)
+        shape = (heads.shape[-1],)
+        return torch.cat(
+            [
+                part if weight is None else F.rms_norm(part, shape, weight.payload, eps)
+                for part, weight in zip(kinds, (q_norm, k_norm), strict=True)
+            ],
+            dim=1,
+        )
