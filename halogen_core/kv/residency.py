@@ -83,9 +83,13 @@ class Residency:
     def restore(self, nodes: Sequence[Node]) -> None:
         """Bring nodes from lower tiers back; the blocks for them must be available."""
         assert self.tiers is not None
-        self.tiers.restore(nodes, self.take(len(nodes)))
+        data = self.tiers.fetch(nodes)  # before `take`, which may push them out of their tiers
         for node in nodes:
             node.refs = 1
+        blocks = self.take(len(nodes))
+        self.tiers.mover.import_blocks(blocks, data)
+        for node, block in zip(nodes, blocks, strict=True):
+            node.block = block
             assert node.parent is not None
             node.parent.resident_children += 1
 
@@ -166,7 +170,7 @@ class Residency:
         if node.state is not None:
             self.drop_state(node.state)
             node.state = None
-        while not node.is_root and not node.is_somewhere and not node.children:
+        while not (node.is_root or node.refs or node.is_somewhere or node.children):
             parent = node.parent
             assert parent is not None
             if parent.children.pop(node.tokens, None) is None:

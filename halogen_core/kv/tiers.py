@@ -107,14 +107,13 @@ class Tiers:
             self.num_out += len(keep)
         return lost
 
-    def restore(self, nodes: Sequence[Node], blocks: Sequence[int]) -> None:
-        """Bring `nodes` back to the device."""
+    def fetch(self, nodes: Sequence[Node]) -> Bytes:
+        """The content of `nodes`, uint8 [n, bytes_per_block], which leave their tiers."""
         data = np.stack([node.tier.rows[node.slot] for node in nodes])
-        self.mover.import_blocks(blocks, data)
-        for node, block in zip(nodes, blocks, strict=True):
+        for node in nodes:
             node.tier.give_back(node)
-            node.block = block
         self.num_in += len(nodes)
+        return data
 
     def _put(self, node: Node, row: Bytes, level: int) -> list[Node]:
         if level == len(self.stack) or not len(self.stack[level].rows):

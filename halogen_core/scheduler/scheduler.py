@@ -155,20 +155,21 @@ class Scheduler:
     def update(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]], now: float) -> None:
         """Record that `plan` ran: tokens by sequence id, several if drafts were accepted."""
         self.blocks.end_step()
-        size = self.blocks.block_size
+        size, publish = self.blocks.block_size, self.blocks.publish
+        running, of = Status.RUNNING, sampled.get
         for seq, num_tokens, samples in plan.items:
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue
             before = seq.num_computed_tokens
             after = before + num_tokens
-            if samples and (tokens := sampled.get(seq.seq_id)):
+            if samples and (tokens := of(seq.seq_id)):
                 seq.token_ids += tokens
                 if seq.num_draft_tokens:
                     after -= seq.num_draft_tokens - (len(tokens) - 1)
                     seq.num_draft_tokens = 0
             seq.num_computed_tokens = after
-            if before // size != after // size:
-                self.blocks.publish(seq.lease, seq.token_ids, after)
+            if after % size < num_tokens and before // size != after // size:
+                publish(seq.lease, seq.token_ids, after)
 
     # -- one step
 
@@ -184,14 +185,15 @@ class Scheduler:
         items: list[ScheduledSequence] = []
         prompts: list[Sequence] = []
         make_room = self._residents.make_room
-        fast = self.config.max_total_tokens is None
+        fast, running = self.config.max_total_tokens is None, Status.RUNNING
         for seq in tuple(self.running):
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue
-            if len(seq.token_ids) - seq.num_computed_tokens > 1 or seq.num_draft_tokens:
+            computed = seq.num_computed_tokens
+            if len(seq.token_ids) - computed > 1 or seq.num_draft_tokens:
                 if not is_long(seq):
                     prompts.append(seq)
-            elif (fast and seq.num_computed_tokens < seq.capacity) or make_room(seq, 1):
+            elif (fast and computed < seq.capacity) or make_room(seq, 1):
                 items.append(seq.decode_item)
         budget = self._prompt_budget(items)
         prompts = [seq for seq in prompts if not self._deadlines.prefill_over(seq, now)]
