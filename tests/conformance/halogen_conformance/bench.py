@@ -122,6 +122,7 @@ class Bench:
         quantised: bool = False,
         dtype: str | None = None,
         keeps: Sequence[Any] = (),
+        slack: float = 0.0,
     ) -> Values:
         """Run `call` twice over poisoned memory; compare with the oracle and with itself.
 
@@ -139,7 +140,14 @@ class Bench:
             raise Failure(f"{what}: two equal calls differ, yet `deterministic` is claimed")
         for got in (first, second):
             self.compare(
-                got, exact, reference, what=what, length=length, quantised=quantised, dtype=dtype
+                got,
+                exact,
+                reference,
+                what=what,
+                length=length,
+                quantised=quantised,
+                dtype=dtype,
+                slack=slack,
             )
         return first
 

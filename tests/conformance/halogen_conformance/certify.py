@@ -11,7 +11,7 @@ import attrs
 from halogen_conformance.case import Result, Status
 from halogen_conformance.catalogue import suite_cases
 from halogen_conformance.runner import Told, run_cases
-from halogen_conformance.target import PluginFacts, Target, find, inspect_plugins
+from halogen_conformance.target import INSPECT_S, PluginFacts, Target, find, inspect_plugins
 from halogen_conformance.waivers import Waiver, covering
 
 FAILED = frozenset({Status.FAIL, Status.CRASH, Status.TIMEOUT})
@@ -50,7 +50,7 @@ class Outcome:
 def certify(request: Request, progress: Callable[[Result], None] = lambda _: None) -> Outcome:
     """Run the suite; raises `PluginError` (HRT-6001) for a backend that is not installed."""
     began = time.time()
-    plugins = inspect_plugins()
+    plugins = inspect_plugins(INSPECT_S * request.patience)
     plugin = find(request.backend, plugins)
     target = Target(
         backend=request.backend,

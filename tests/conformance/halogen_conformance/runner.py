@@ -88,6 +88,8 @@ def _start(target: Target, ids: Sequence[str], log: Path) -> _Run:
             pass_fds=(writer,),
             start_new_session=True,
             text=True,
+            # waiting threads that spin make tiny ops slow on a busy machine
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
     os.close(writer)
     assert process.stdin is not None

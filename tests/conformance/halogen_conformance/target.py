@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, 
 from halogen_core.spi import ENTRY_POINT_GROUP, Backend, BackendOptions
 
 INSPECT_S = 60.0
-HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
 
 
 @attrs.frozen(kw_only=True)
@@ -84,17 +82,18 @@ class Target:
 
 
 def inspect_plugins(timeout_s: float = INSPECT_S) -> list[PluginFacts]:
-    """Every installed plugin, each loaded in its own process; duplicates of a name are broken."""
+    """Every installed plugin, loaded in another process; duplicates of a name are broken.
+
+    One process loads them one by one; where a plugin ends it, the next process goes on.
+    """
     entries = sorted(importlib_metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name)
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        facts = list(pool.map(lambda e: _inspect(e, timeout_s), entries))
-    return _refuse_duplicates(facts)
+    return _refuse_duplicates(_inspect(entries, timeout_s))
 
 
 def inspect_one(plugin: str, timeout_s: float = INSPECT_S) -> PluginFacts:
-    """The facts of one installed plugin."""
+    """The facts of one installed plugin, in a process that loads nothing else."""
     entries = importlib_metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return _inspect(next(e for e in entries if e.name == plugin), timeout_s)
+    return _inspect([e for e in entries if e.name == plugin], timeout_s)[0]
 
 
 def find(backend: str, facts: Sequence[PluginFacts]) -> PluginFacts:
@@ -116,28 +115,54 @@ def find(backend: str, facts: Sequence[PluginFacts]) -> PluginFacts:
     )
 
 
-def _inspect(entry: Any, timeout_s: float) -> PluginFacts:
-    known = {
+def _inspect(entries: Sequence[Any], timeout_s: float) -> list[PluginFacts]:
+    known = {e.name: _identity(e) for e in entries}
+    facts: dict[str, PluginFacts] = {}
+    while pending := [name for name in known if name not in facts]:
+        lines, ending = _load_in_child(pending, timeout_s)
+        for line in lines:
+            if "facts" in line:
+                facts[line["name"]] = PluginFacts(**known[line["name"]], **line["facts"])
+        if ending is not None:
+            started = [line["name"] for line in lines if "facts" not in line]
+            culprit = next((n for n in reversed(started) if n not in facts), pending[0])
+            status, reason = ending
+            facts[culprit] = PluginFacts(**known[culprit], status=status, reason=reason)
+    return [facts[name] for name in known]
+
+
+def _identity(entry: Any) -> dict[str, str]:
+    return {
         "name": entry.name,
         "module": entry.value,
         "distribution": entry.dist.name if entry.dist else "?",
         "version": entry.dist.version if entry.dist else "?",
     }
+
+
+def _load_in_child(
+    names: Sequence[str], timeout_s: float
+) -> tuple[list[dict[str, Any]], tuple[str, str] | None]:
+    """What the child wrote, and how it ended if not well: (status, reason)."""
     with tempfile.TemporaryDirectory(prefix="halogen-inspect-") as folder:
-        out = Path(folder) / "facts.json"
-        command = [sys.executable, "-m", "halogen_conformance.plugin_main", entry.name, str(out)]
+        out = Path(folder) / "facts.jsonl"
+        out.touch()
+        command = [sys.executable, "-m", "halogen_conformance.plugin_main", str(out), *names]
+        ending = None
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=timeout_s, check=False
             )
+            if done.returncode != 0:
+                tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                how = f"loading ended the process with {exit_text(done.returncode)}: {tail}"
+                ending = ("crash", how)
         except subprocess.TimeoutExpired:
-            reason = f"loading did not end within {timeout_s:.0f} s"
-            return PluginFacts(**known, status="hang", reason=reason)
-        if not out.exists():
-            tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            reason = f"loading ended the process with {exit_text(done.returncode)}: {tail}"
-            return PluginFacts(**known, status="crash", reason=reason)
-        return PluginFacts(**known, **json.loads(out.read_text()), printed=done.stdout[:2000])
+            ending = ("hang", f"loading did not end within {timeout_s:.0f} s")
+        lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        if ending is None and sum("facts" in line for line in lines) < len(names):
+            ending = ("crash", "loading ended the process with exit code 0")
+        return lines, ending
 
 
 def exit_text(code: int) -> str:

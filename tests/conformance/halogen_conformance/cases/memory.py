@@ -20,10 +20,14 @@ from halogen_conformance.oracle.numbers import EPSILON, round_to
 from halogen_conformance.steps import arrange, batch_of, random_blocks, spans
 from halogen_core.spi import (
     FORMATS,
+    OPS,
+    Activation,
     HalogenError,
     MemoryRequest,
+    OpSignature,
     OutOfMemory,
     QuantTensor,
+    SupportLevel,
     WeightRole,
 )
 
@@ -54,6 +58,9 @@ def cases() -> Iterator[Case]:
         "out-of-memory/recovers": (recovers, "out of memory is untyped, or ruins the backend"),
         "leaks/cycles": (leaks, "arrays, pools or weights that are never given back"),
         "closing/twice": (closing, "close that may not be repeated, or reopening that fails"),
+        "placement/complete": (placement_complete, "an op whose place nobody tells"),
+        "placement/agrees": (placement_agrees, "`supports` and `placement` tell two stories"),
+        "placement/counted": (placement_counted, "an op called native that runs by fallback"),
         "telemetry/numbers": (telemetry, "counters that are not numbers"),
         "advice/cost": (cost, "a cost model that answers nonsense once it has seen steps"),
     }
@@ -328,6 +335,48 @@ def closing(bench: Bench) -> None:
     weight = bench.draw(8, 32)
     got = bench.download(bench.backend.ops.linear(bench.activation(x), bench.weight(weight)))
     bench.compare(got, x @ weight.T, x @ weight.T, what="after others were closed", op="linear")
+
+
+def placement_complete(bench: Bench) -> None:
+    told = [p.op for p in bench.backend.placement()]
+    if sorted(told) != sorted(OPS):
+        raise Failure(f"placement tells of {told}, the ops are {list(OPS)}")
+    for place in bench.backend.placement():
+        if place.level is not SupportLevel.NATIVE and not place.reasons:
+            raise Failure(f"`{place.op}` is {place.level} without a reason")
+
+
+def placement_agrees(bench: Bench) -> None:
+    for place in bench.backend.placement():
+        support = bench.backend.supports(OpSignature(op=place.op, dtype=bench.dtype))
+        if place.level is SupportLevel.NATIVE and support.level is SupportLevel.FALLBACK:
+            raise Failure(f"`{place.op}` is native in the placement, fallback in `supports`")
+        if place.level is SupportLevel.FALLBACK and support.level is SupportLevel.NATIVE:
+            raise Failure(f"`{place.op}` is fallback in the placement, native in `supports`")
+    unknown = bench.backend.supports(OpSignature(op="teleport", dtype=bench.dtype))
+    if unknown.level is not SupportLevel.NO or not unknown.reasons:
+        raise Failure(f"an op that does not exist is {unknown.level}")
+
+
+def placement_counted(bench: Bench) -> None:
+    """Counters named after an op and `fallback` must not move for a native one."""
+    native = {p.op for p in bench.backend.placement() if p.level is SupportLevel.NATIVE}
+    before = dict(bench.backend.counters().counters)
+    x, w = bench.draw(3, 32), bench.draw(32, 32)
+    ops = bench.backend.ops
+    ops.linear(bench.activation(x), bench.weight(w))
+    ops.rms_norm(bench.activation(x), bench.norm_weight(w[0]), eps=1e-6)
+    ops.gated_act(bench.activation(x), Activation.SILU)
+    after = bench.backend.counters().counters
+    moved = {name for name, value in after.items() if value > before.get(name, 0)}
+    fallen = {_op_of(name) for name in moved if "fallback" in name}
+    if lies := sorted(native & fallen):
+        raise Failure(f"called native, yet counted as fallback: {', '.join(lies)}")
+
+
+def _op_of(counter: str) -> str:
+    """The op that a counter is named after; `add_rms_norm` also ends in `rms_norm`."""
+    return max((op for op in OPS if counter.endswith(op)), key=len, default="")
 
 
 def telemetry(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -265,10 +266,7 @@ def chunked(bench: Bench, *, model: str) -> None:
     tokens = _tokens(bench)
     (sequence,) = sequences(placed, tokens)
     cuts = (0, 1, 8, 15, 16, 29, LENGTH)
-    parts = [
-        placed.logits(step(placed, [(sequence, a, b)]))
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    parts = [placed.logits(step(placed, [(sequence, a, b)])) for a, b in itertools.pairwise(cuts)]
     placed.check(np.concatenate(parts), tokens, slice(None), "in chunks")
 
 
@@ -373,7 +371,7 @@ def captured(bench: Bench) -> None:
             raise Failure("`graph_capture` is claimed, but no key for a decode step of 3")
         bench.require(False, "graph_capture")
     run = partial(placed.decoder.step, backend.ops, kv=placed.kv)
-    replay = backend.capture(lambda meta: run(meta), batch(20))
+    replay = backend.capture(run, batch(20))
     if replay is None:
         raise Failure("a capture key was given, but `capture` gave up")
     for position in range(20, 30):
@@ -391,10 +389,7 @@ def invariant_chunks(bench: Bench) -> None:
     one, other = sequences(placed, tokens, tokens)
     together = placed.logits(step(placed, [(one, 0, LENGTH)]))
     cuts = (0, 3, 16, 17, LENGTH)
-    parts = [
-        placed.logits(step(placed, [(other, a, b)]))
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    parts = [placed.logits(step(placed, [(other, a, b)])) for a, b in itertools.pairwise(cuts)]
     same_bits(np.concatenate(parts), together, "logits in chunks")
 
 

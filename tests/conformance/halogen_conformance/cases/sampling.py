@@ -129,7 +129,11 @@ def _expect(got: Values, logits: Values, policies: Sequence[Policy]) -> None:
 
 
 def sample(bench: Bench, *, policy: Policy) -> None:
-    logits = _logits(bench, 6)
+    logits = _logits(bench, 16)
+    # penalised tokens compete for the top, else a lost penalty would not show
+    logits[:, [token for token, _ in policy.history]] += 2.5
+    if policy.repetition_penalty != 1:
+        logits[::2] -= 9.0
     policies = [_aimed(bench, row, policy) for row in logits]
     _expect(run_sample(bench, logits, policies)[0], logits, policies)
 

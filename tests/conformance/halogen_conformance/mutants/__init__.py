@@ -1,0 +1,14 @@
+"""Backends broken on purpose, one defect each: what the suite must kill, and at which level."""
+
+TOPICS = (
+    "attending",
+    "storing",
+    "pointwise",
+    "products",
+    "drawing",
+    "promises",
+    "blocks",
+    "memory",
+    "models",
+)
+"""Modules of this package; each registers its mutants on import."""
