@@ -32,7 +32,7 @@ def gemma3_path() -> Path:
 
 @pytest.fixture(scope="session")
 def llama_cpp() -> Callable[[Path], httpx.Client]:
-    """llama.cpp (the prebuilt `xllamacpp`) serving a file, one server per file, one thread."""
+    """llama.cpp (the prebuilt `xllamacpp`) serving a file, one server per file; one thread, float32 KV."""
     import xllamacpp
 
     servers = []
@@ -43,6 +43,7 @@ def llama_cpp() -> Callable[[Path], httpx.Client]:
         params.model.path = str(path)
         params.n_ctx, params.n_parallel = 1024, 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.warmup, params.verbosity = False, -1
         servers.append(xllamacpp.Server(params))
         return httpx.Client(base_url=servers[-1].listening_address, timeout=120)
