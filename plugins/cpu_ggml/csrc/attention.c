@@ -46,8 +46,19 @@ static const uint8_t *v_row_at(const tile *t, int64_t key) {
 
 // ---------------------------------------------------------------- scores of 16 keys
 
-INLINE void scores(const int64_t type, const int R, const uint8_t *k, int64_t dp, const float *q,
-                   float *s) {
+typedef struct { const uint8_t *k, *v; } ahead;
+
+#define KV_SIZE(type) ((type) == HX_KV_F32 ? 4 : (type) <= HX_KV_BF16 ? 2 : 1)
+
+INLINE void fetch(const ahead *next, int64_t offset, int lane) {
+    if (lane) return;
+    __builtin_prefetch(next->k + offset, 0, 3);
+    __builtin_prefetch(next->v + offset, 0, 2);
+}
+
+// Meanwhile the K tile after next comes into the first cache, the V rows of these keys into the second.
+INLINE void scores(const int64_t type, const int R, const uint8_t *k, const ahead *next, int64_t dp,
+                   const float *q, float *s) {
     for (int lane = 0; lane < TILE; lane += VL) {
         vf acc[MAX_R];
         EACH_ROW acc[r] = (vf){0};
@@ -57,6 +68,7 @@ INLINE void scores(const int64_t type, const int R, const uint8_t *k, int64_t dp
                 vf some[MAX_R], factor = vf_f16(scale + (b * TILE + lane) * 2);
                 EACH_ROW some[r] = (vf){0};
                 for (int64_t i = b * 32; i < b * 32 + 32; i++) {
+                    fetch(next, i * TILE, lane);
                     vf v = vf_i8(k + i * TILE + lane);
                     EACH_ROW some[r] = vf_fma(v, vf_set(q[i * R + r]), some[r]);
                 }
@@ -64,6 +76,7 @@ INLINE void scores(const int64_t type, const int R, const uint8_t *k, int64_t dp
             }
         } else {
             for (int64_t i = 0; i < dp; i++) {
+                fetch(next, i * TILE * KV_SIZE(type), lane);
                 vf v = kv_at(type, k, i * TILE + lane);
                 EACH_ROW acc[r] = vf_fma(v, vf_set(q[i * R + r]), acc[r]);
             }
@@ -74,16 +87,22 @@ INLINE void scores(const int64_t type, const int R, const uint8_t *k, int64_t dp
 
 // ---------------------------------------------------------------- weighted sum of V
 
-// WIDE vectors of V at a time, so that R * WIDE sums stay in registers
+// WIDE vectors of V at a time, so that R * WIDE sums stay in registers. Meanwhile the next chunk's
+// K comes into the second cache: memory never waits for arithmetic.
 INLINE void weigh(const int64_t type, const int R, const int WIDE, const tile *t, int64_t base,
                   int64_t first, int64_t last, const float *s, int64_t dp, float *out) {
+    const int64_t row = t->p->pool.v_row;
     for (int64_t i = 0; i + WIDE * VL <= dp; i += WIDE * VL) {
         vf acc[MAX_R][4];
         EACH_ROW UNROLL(4) for (int w = 0; w < WIDE; w++) acc[r][w] = (vf){0};
         for (int64_t key = first; key < last;) {
-            const uint8_t *v = v_row_at(t, base + key);
+            const uint8_t *v = v_row_at(t, base + key), *next = v;
+            if (i == 0 && base + CHUNK + key < t->position + t->tokens)
+                next = k_tile_at(t, base + CHUNK + key) + (base + key) % TILE * row;
             int64_t stop = key + t->p->pool.block - (base + key) % t->p->pool.block;
-            for (stop = stop < last ? stop : last; key < stop; key++, v += t->p->pool.v_row) {
+            for (stop = stop < last ? stop : last; key < stop; key++, v += row, next += row) {
+                for (int64_t line = 0; i == 0 && line < row; line += 64)
+                    __builtin_prefetch(next + line, 0, 2);
                 vf x[4];
                 UNROLL(4) for (int w = 0; w < WIDE; w++) {
                     x[w] = kv_at(type, v, i + w * VL);
@@ -118,12 +137,13 @@ INLINE void weigh_all(const int64_t type, const int R, const tile *t, int64_t ba
     else weigh(type, R, 1, t, base, first, last, s, dp, out);
 }
 
-typedef void score_fn(const uint8_t *, int64_t, const float *, float *);
+typedef void score_fn(const uint8_t *, const ahead *, int64_t, const float *, float *);
 typedef void weigh_fn(const tile *, int64_t, int64_t, int64_t, const float *, int64_t, float *);
 
 #define BOTH(T, R) \
-    static void score_##T##_##R(const uint8_t *k, int64_t dp, const float *q, float *s) { \
-        scores(T, R, k, dp, q, s); \
+    static void score_##T##_##R(const uint8_t *k, const ahead *next, int64_t dp, const float *q, \
+                                float *s) { \
+        scores(T, R, k, next, dp, q, s); \
     } \
     static void weigh_##T##_##R(const tile *t, int64_t base, int64_t first, int64_t last, \
                                 const float *s, int64_t dp, float *out) { \
@@ -184,8 +204,11 @@ static void chunk(const tile *t, const float *q, int64_t index, float *s, part *
     key_range(t, &first, &last);
     first = first > base ? (first - base) / TILE * TILE : 0; // whole tiles of keys
     last = last - base < CHUNK ? last - base : CHUNK;
-    for (int64_t key = first; key < last; key += TILE)
-        SCORES[pool->type][t->rows - 1](k_tile_at(t, base + key), pool->dp, q, s + key);
+    for (int64_t key = first; key < last; key += TILE) {
+        int64_t later = key + 3 * TILE < last ? key + 3 * TILE : key;
+        ahead next = {k_tile_at(t, base + later), v_row_at(t, base + key)};
+        SCORES[pool->type][t->rows - 1](k_tile_at(t, base + key), &next, pool->dp, q, s + key);
+    }
     for (int64_t r = 0; r < t->rows; r++) soften(t, base, first, last, r, s + r * CHUNK, out);
     WEIGHS[pool->type][t->rows - 1](t, base, first, last, s, pool->dp, out->out);
 }

@@ -111,11 +111,11 @@ INLINE void put_one(int64_t type, uint8_t *p, float v) {
     }
 }
 
-static const int KV_SIZE[] = {4, 2, 2, 1, 1};
+static const int KV_BYTES[] = {4, 2, 2, 1, 1};
 
 // K of one token and head: a column of its tile [dp][16] (q8_0: scales [dp / 32][16] behind)
 static void store_k(const hx_pool *pool, int64_t slot, int64_t head, const float *x) {
-    int64_t block = slot / pool->block, at = slot % pool->block, size = KV_SIZE[pool->type];
+    int64_t block = slot / pool->block, at = slot % pool->block, size = KV_BYTES[pool->type];
     uint8_t *tile = pool->k
         + ((block * pool->hkv + head) * (pool->block / TILE) + at / TILE) * pool->k_tile;
     at %= TILE;
@@ -133,7 +133,7 @@ static void store_k(const hx_pool *pool, int64_t slot, int64_t head, const float
 
 // V of one token and head: a row [dp] (q8_0: scales [dp / 32] behind)
 static void store_v(const hx_pool *pool, int64_t slot, int64_t head, const float *x) {
-    int64_t block = slot / pool->block, at = slot % pool->block, size = KV_SIZE[pool->type];
+    int64_t block = slot / pool->block, at = slot % pool->block, size = KV_BYTES[pool->type];
     uint8_t *row = pool->v + ((block * pool->hkv + head) * pool->block + at) * pool->v_row;
     if (pool->type == HX_KV_Q8_0) {
         for (int64_t b = 0; b < pool->d / 32; b++) {

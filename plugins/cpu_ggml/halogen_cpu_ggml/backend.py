@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from halogen_core.spi import (
     MemoryRequest,
     MemoryTier,
     OpSignature,
+    OutOfDeviceMemory,
     PackedWeight,
     Placement,
     QuantTensor,
@@ -64,6 +66,7 @@ class GgmlBackend:
         self.costs = CostModel()
         self.tally: dict[str, float] = {"captures": 0, "replays": 0}
         self.captured: list[Captured] = []
+        self.held_weights = 0
 
     @property
     def ops(self) -> GgmlOps:
@@ -86,7 +89,7 @@ class GgmlBackend:
         return (memory.host_tier(),)
 
     def plan(self, request: MemoryRequest) -> MemoryPlan:
-        return memory.divide(request, memory.host_tier())
+        return memory.divide(request, memory.host_tier(), self.held_weights)
 
     # -- arrays
 
@@ -146,14 +149,23 @@ class GgmlBackend:
         stack = weights.stacked(parts)
         self.mode.prepare(stack, role)
         outputs = tuple(p.outputs for p in stack)
+        payload = weights.Weight(parts=stack)
+        self._hold(payload, sum(p.data.nbytes for p in stack))
         return PackedWeight(
-            payload=weights.Weight(parts=stack),
+            payload=payload,
             shape=(*stack[0].shape[:-2], sum(outputs), stack[0].inputs),
             nbytes=sum(p.data.nbytes for p in stack),
             format_id="+".join(sorted({p.format for p in stack})),
             role=role,
             parts=outputs if len(outputs) > 1 else (),
         )
+
+    def _hold(self, payload: weights.Weight, nbytes: int) -> None:
+        self.held_weights += nbytes
+        weakref.finalize(payload, self._let_go, nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        self.held_weights -= nbytes
 
     def unpack(self, weight: PackedWeight[Node]) -> NDArray[Any]:
         payload = weight.payload
@@ -178,6 +190,9 @@ class GgmlBackend:
         return self.mode.kv_layout(spec)
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
+        need, free = num_blocks * layout.bytes_per_block, memory.host_tier().free
+        if need > free:
+            raise OutOfDeviceMemory("dynamic", asked=need, free=free, fix="ask for fewer blocks")
         pool = self.mode.kv_pool(layout, num_blocks)
         return KVCache(layout=layout, num_blocks=num_blocks, payload=pool)
 

@@ -31,21 +31,24 @@ def host_tier(root: str = "/") -> MemoryTier:
     )
 
 
-def divide(request: MemoryRequest, tier: MemoryTier) -> MemoryPlan:
+def divide(request: MemoryRequest, tier: MemoryTier, held: int = 0) -> MemoryPlan:
     """Weights and workspace first, then KV blocks from the share of what is left.
+
+    `held` bytes of weights are packed already, so the tier's free bytes do not hold them any more.
 
     Raises OutOfMemory (HRT-3608) with the arithmetic when fewer than `min_blocks` fit.
     """
     block = request.kv_layout.bytes_per_block
     fixed = request.temp_bytes + request.graph_bytes + request.host_reserve
-    left = tier.free - fixed
+    coming = max(0, request.static_bytes - held)
+    left = tier.free - coming - fixed
     kv_bytes = request.kv_bytes if request.kv_bytes is not None else int(left * request.kv_ratio)
     blocks = max(0, min(kv_bytes, left)) // block
     if request.max_blocks is not None:
         blocks = min(blocks, request.max_blocks)
     reasons = (
-        f"{tier.free // MIB} MiB available ({tier.source}; mapped weights are file pages, "
-        f"{request.static_bytes // MIB} MiB)",
+        f"{tier.free // MIB} MiB available ({tier.source})",
+        f"- {coming // MIB} MiB of {request.static_bytes // MIB} MiB weights not packed yet "
         f"- {request.temp_bytes // MIB} MiB workspace - {request.graph_bytes // MIB} MiB graphs "
         f"- {request.host_reserve // MIB} MiB reserve = {left // MIB} MiB",
         f"KV {blocks} blocks of {block} bytes = {blocks * block // MIB} MiB",

@@ -113,6 +113,8 @@ class GgmlMode:
 
 def refusals(signature: OpSignature, kv_dtypes: tuple[str, ...]) -> list[str]:
     """Why a call cannot run, empty if it can."""
+    if signature.op not in OPS:
+        return [f"there is no op `{signature.op}`"]
     out = []
     if signature.dtype != "f32":
         out.append(f"activations are f32, not {signature.dtype}")

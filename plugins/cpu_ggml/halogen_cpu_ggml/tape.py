@@ -220,6 +220,13 @@ class Tape:
         """Plain memory, alive from now to its last use."""
         return Node((nbytes,), I8, self, 0, nbytes, self.clock + 1, self.clock + 1)
 
+    def second(self, shape: tuple[int, ...]) -> Node:
+        """A float32 array that the next kernel writes beside its result."""
+        self._count()
+        tensor = self.lib.fn["new_tensor_4d"](self.context, F32, *[*reversed(shape), 1, 1, 1][:4])
+        size, born = math.prod(shape) * 4, self.clock + 1
+        return Node(shape, F32, self, tensor, size, born, born)
+
     def custom(
         self,
         kernel: int,
