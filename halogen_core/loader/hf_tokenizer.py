@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import tokenizers
 from halogen_core.errors import ModelError
 from halogen_core.loader.hf_config import read_json
 from halogen_core.loader.tokenizer import Tokenizer, TokenKind, named_end_tokens
+
+_CONTROL_LIKE = re.compile(r"<\|.*\|>|<｜.*｜>|<(start|end)_of_turn>|<unused\d+>", re.DOTALL)
 
 
 def hf_tokenizer(directory: Path) -> Tokenizer:
@@ -22,6 +26,7 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as exc:  # the library raises bare exceptions
         raise _unusable(file, str(exc)) from exc
+    core = _with_control_tokens(core)
     core.no_truncation()
     core.no_padding()
     settings = _read_optional(directory / "tokenizer_config.json")
@@ -45,6 +50,20 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
         end_token_ids=frozenset(ends | named_end_tokens(pieces, kinds)),
         chat_templates=_chat_templates(directory, settings),
     )
+
+
+def _with_control_tokens(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`core` with tokens such as `<|user|>` special, though their file forgot to say so.
+
+    Otherwise users could write them; converters to GGUF do the same.
+    """
+    added = core.get_added_tokens_decoder().values()
+    if not any(_CONTROL_LIKE.fullmatch(token.content) and not token.special for token in added):
+        return core
+    description = json.loads(core.to_str())
+    for token in description["added_tokens"]:
+        token["special"] |= _CONTROL_LIKE.fullmatch(token["content"]) is not None
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
 def _vocabulary(core: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:

@@ -225,6 +225,32 @@ def test_tokenizer_json_and_gguf_agree(hf_directory, tmp_path):
     assert ours.chat_templates == {"default": "{{ 1 }}"}
 
 
+def test_control_tokens_that_the_file_takes_for_text_stay_out_of_reach(hf_directory):
+    file = hf_directory / "tokenizer.json"
+    core = tokenizers.Tokenizer.from_file(str(file))
+    core.add_tokens(["<|user|>", "<think>"])
+    core.save(str(file))
+    tokenizer = load_tokenizer(open_model(hf_directory))
+    user, think = len(TOKENS), len(TOKENS) + 1
+    assert tokenizer.encode("<|user|>ab", special=True) == [user, *tokenizer.encode("ab")]
+    assert user not in tokenizer.encode("<|user|>ab")
+    assert tokenizer.is_control(user)
+    assert tokenizer.encode("<think>") == [think]
+    assert tokenizer.token_bytes(think) == b"<think>"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_vocabulary_from_tokenizer_json_gives_the_same(real, tmp_path, name):
+    directory = write_hf(tmp_path / "hf")
+    real[name]._core.save(str(directory / "tokenizer.json"))
+    again = load_tokenizer(open_model(directory))
+    assert again.vocab_size == real[name].vocab_size
+    for text in NASTY:
+        ids = real[name].encode(text)
+        assert again.encode(text) == ids
+        assert again.decode(ids) == real[name].decode(ids)
+
+
 def test_generation_config_and_named_templates_count(hf_directory):
     (hf_directory / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     (hf_directory / "chat_template.jinja").write_text("{{ 2 }}")
