@@ -7,6 +7,7 @@ two, so that predictions are in the clock of whoever observes.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 
@@ -33,7 +34,7 @@ class Advice:
     _log_error: float = math.log(SPREAD) / 1.645
     _seen: int = 0
 
-    def add_weight(self, packed: PackedWeight[object]) -> None:
+    def add_weight(self, packed: PackedWeight[Any]) -> None:
         """Count a packed matrix; an embedding table is not multiplied by."""
         if packed.role in (WeightRole.LINEAR, WeightRole.EXPERTS):
             self.weight_bytes += packed.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 
@@ -75,7 +77,8 @@ def _pad_sampling(sampling: SamplingBatch, extra: int) -> SamplingBatch:
     mask = sampling.mask
     if mask is not None:
         mask = np.concatenate([mask, np.full((extra, mask.shape[1]), 0xFFFFFFFF, dtype=np.uint32)])
-    return attrs.evolve(sampling, **rows, **starts, mask=mask)
+    fields: dict[str, Any] = {**rows, **starts, "mask": mask}
+    return attrs.evolve(sampling, **fields)
 
 
 def _grow(values: np.ndarray, more: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 def open_npu(index: int, options: BackendOptions) -> NpuBackend:
     """Open device `index`. Raises `BackendUnavailable` with the loader's message explained."""
     try:
-        import torch_npu
+        import torch_npu  # type: ignore[import-not-found]
     except (ImportError, RuntimeError, OSError) as exc:
         said = explain_import_error(str(exc))
         raise BackendUnavailable(
@@ -61,8 +61,13 @@ def open_npu(index: int, options: BackendOptions) -> NpuBackend:
             code="HRT-7110",
             fix="check `npu-smi info`; the simulator is used only when named: ascend:sim",
         )
-    torch.npu.set_device(index)
+    _runtime().set_device(index)
     return NpuBackend(options, device=f"npu:{index}", dtype=torch.float16, name="ascend")
+
+
+def _runtime() -> Any:
+    """`torch.npu`, which exists once torch_npu is imported."""
+    return getattr(torch, "npu")  # noqa: B009 - no such attribute for a type checker
 
 
 class NpuBackend(TorchBackend):
@@ -100,7 +105,7 @@ class NpuBackend(TorchBackend):
         return Support(level=SupportLevel.NATIVE)
 
     def memory(self) -> tuple[MemoryTier, ...]:
-        free, total = torch.npu.mem_get_info(self.device)
+        free, total = _runtime().mem_get_info(self.device)
         tier = MemoryTier(
             name="device", total=total, free=free, granule=512, source="torch.npu.mem_get_info"
         )
@@ -164,12 +169,12 @@ class NpuBackend(TorchBackend):
         padded = pad(batch, size, self._trash)
         meta = self.upload_step(padded)
         step(self.upload_step(padded))  # kernels are compiled and caches filled outside the capture
-        captured, ops.tasks = torch.npu.NPUGraph(), graph.TaskList(torch.npu)
+        captured, ops.tasks = _runtime().NPUGraph(), graph.TaskList(_runtime())
         try:
-            with torch.npu.graph(captured):
+            with _runtime().graph(captured):
                 made = step(meta)
             tasks = ops.tasks
         finally:
             ops.tasks = None
-        stream = torch.npu.Stream()
+        stream = _runtime().Stream()
         return graph.NpuReplay(captured, tasks, meta, made, size, self._trash, stream)

@@ -23,6 +23,12 @@ def _npu() -> Any:
     return torch.ops.npu
 
 
+def _tensor(value: Any) -> Tensor:
+    """One result, typed: what comes out of the dispatcher is `Any`."""
+    assert isinstance(value, Tensor)
+    return value
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class PagedCall:
     """A paged attention call: cache views [N, B, Hkv * D], host length lists."""
@@ -47,14 +53,14 @@ class PagedCall:
 def paged_attention(call: PagedCall) -> Tensor:
     """Fused attention, TND: [T, Hq, D]. Sinks need the second version of the operator."""
     positional, named = _arguments(call)
-    return _operator(call)(*positional, **named)[0]
+    return _tensor(_operator(call)(*positional, **named)[0])
 
 
 def paged_attention_workspace(call: PagedCall) -> Tensor:
     """The largest workspace that the call may need, asked once per captured bucket."""
     positional, named = _arguments(call)
     name = f"_{_operator(call).__name__.split('.')[0]}_get_max_workspace"
-    return getattr(_npu(), name)(*positional, **named)
+    return _tensor(getattr(_npu(), name)(*positional, **named))
 
 
 def paged_attention_into(call: PagedCall, workspace: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -111,7 +117,7 @@ def store_kv(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis."""
     normed, _ = _npu().npu_rms_norm(x, weight, eps)
-    return normed
+    return _tensor(normed)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -122,12 +128,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     """Rotate x [1, T, H, d] by cos, sin [1, T, 1, d]; mode `half` or `interleave`."""
-    return _npu().npu_rotary_mul(x, cos, sin, rotary_mode=mode)
+    return _tensor(_npu().npu_rotary_mul(x, cos, sin, rotary_mode=mode))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate first."""
-    return _npu().npu_swiglu(gate_up, dim=-1)
+    return _tensor(_npu().npu_swiglu(gate_up, dim=-1))
 
 
 def quantised_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,8 +141,10 @@ def quantised_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     constraints.check_quant_matmul(scale.shape[0], x.shape[-1])
     rows, row_scale = _npu().npu_dynamic_quant(x)
     # without output_dtype the operator answers int8
-    return _npu().npu_quant_matmul(
-        rows, weight, scale, pertoken_scale=row_scale, bias=bias, output_dtype=_code(x.dtype)
+    return _tensor(
+        _npu().npu_quant_matmul(
+            rows, weight, scale, pertoken_scale=row_scale, bias=bias, output_dtype=_code(x.dtype)
+        )
     )
 
 
@@ -144,18 +152,18 @@ def weight_quantised_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """W8A16: x [T, K], weight int8 [K, N], scale [N] in x's dtype."""
-    return _npu().npu_weight_quant_batchmatmul(x, weight, antiquant_scale=scale, bias=bias)
+    return _tensor(_npu().npu_weight_quant_batchmatmul(x, weight, antiquant_scale=scale, bias=bias))
 
 
 def to_nz(weight: Tensor) -> Tensor:
     """Cast to FRACTAL_NZ; from here on no view, slice or pad of it."""
     constraints.check_nz_allowed(str(weight.dtype).removeprefix("torch."))
-    return _npu().npu_format_cast(weight, constraints.FRACTAL_NZ)
+    return _tensor(_npu().npu_format_cast(weight, constraints.FRACTAL_NZ))
 
 
 def to_nd(weight: Tensor) -> Tensor:
     """Back to rows and columns."""
-    return _npu().npu_format_cast(weight, constraints.ND)
+    return _tensor(_npu().npu_format_cast(weight, constraints.ND))
 
 
 def gate_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -181,14 +189,16 @@ def sort_by_expert(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
 
 def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Rows in order of expert by weights [E, K, N]; counts [E] rows each."""
-    return _npu().npu_grouped_matmul(
-        [rows],
-        [weights],
-        group_list=counts,
-        split_item=2,
-        group_type=0,
-        group_list_type=1,
-    )[0]
+    return _tensor(
+        _npu().npu_grouped_matmul(
+            [rows],
+            [weights],
+            group_list=counts,
+            split_item=2,
+            group_type=0,
+            group_list_type=1,
+        )[0]
+    )
 
 
 def _code(dtype: torch.dtype) -> int:

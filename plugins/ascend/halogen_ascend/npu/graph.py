@@ -19,8 +19,10 @@ from halogen_ascend.padding import TrashBlock, pad
 from halogen_core.spi import Sampled, StepBatch, StepMeta
 
 MakeCall = Callable[[StepBatch], calls.PagedCall]
-_FIELDS = ("token_ids", "positions", "slot_mapping", "query_start_loc")
-_FIELDS += ("seq_lens", "block_tables", "logit_rows")
+_FIELDS = (
+    *("token_ids", "positions", "slot_mapping", "query_start_loc"),
+    *("seq_lens", "block_tables", "logit_rows"),
+)
 
 
 @attrs.frozen(eq=False)

@@ -72,7 +72,7 @@ class NpuOps(TorchOps):
         k_norm: Weight | None = None,
     ) -> Tensor:
         heads = qkv.to(self.dtype).view(len(qkv), -1, spec.head_dim)
-        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
         if q_norm is not None:
             q = calls.rms_norm(q.contiguous(), q_norm.payload, spec.norm_eps)
         if k_norm is not None:

@@ -55,7 +55,7 @@ def pack_int8(
     width = MAX_QUANT_COLUMNS // 32 * 32
     pieces = tuple(
         (calls.to_nz(v.T.contiguous().to(device)), s.to(device, scale_dtype))
-        for v, s in zip(values.split(width), scales.split(width), strict=True)
+        for v, s in zip(torch.split(values, width), torch.split(scales, width), strict=True)
     )
     n, k = values.shape
     padded = -(-k // 16) * 16 * (-(-n // 32) * 32)

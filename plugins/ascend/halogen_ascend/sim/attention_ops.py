@@ -42,15 +42,18 @@ class AttentionOps(Launcher):
         def build(host: StepBatch | None) -> Program:
             assert host is not None
             pool.check_slots(host)
-            heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-            source = self.read(qkv, "qkv_rope_store", "qkv").unflatten(1, (-1, spec.head_dim))
-            target = self.device.write(out, "qkv_rope_store").unflatten(1, (-1, spec.head_dim))
+            heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+            source = self.read(qkv, "qkv_rope_store", "qkv")
+            target = self.device.write(out, "qkv_rope_store")
+            rows, dim = qkv.shape[0], spec.head_dim
+            source = source.view(rows, sum(heads), dim)
+            target = target.view(rows, spec.num_heads, dim)
             slots = self.device.read(meta.slot_mapping, "qkv_rope_store", "slot_mapping")
             table = self._rope_rows(spec, meta, host)
-            norms = [w and self.vector(w, "qkv_rope_store") for w in (q_norm, k_norm)]
+            norms = [self.optional(w, "qkv_rope_store") for w in (q_norm, k_norm)]
 
             def work(a: int, b: int) -> None:
-                q, k, v = source[a:b].float().split(heads, 1)
+                q, k, v = torch.split(source[a:b].float(), heads, 1)
                 q, k = (
                     part if gamma is None else vector.rms_norm(part, gamma, spec.norm_eps)
                     for part, gamma in zip((q, k), norms, strict=True)
@@ -82,13 +85,14 @@ class AttentionOps(Launcher):
 
         def build(host: StepBatch | None) -> Program:
             assert host is not None
+            shape = (q.shape[0], spec.num_heads, spec.head_dim)
             call = paged.Call(
-                q=self.read(q, "attention", "q").unflatten(1, (-1, spec.head_dim)),
-                out=self.device.write(out, "attention").unflatten(1, (-1, spec.head_dim)),
+                q=self.read(q, "attention", "q").view(shape),
+                out=self.device.write(out, "attention").view(shape),
                 kv=pool_of(kv),
                 layer=layer,
                 spec=spec,
-                sinks=sinks and self.vector(sinks, "attention"),
+                sinks=self.optional(sinks, "attention"),
                 chunk_blocks=self.chunk_blocks,
             )
             return paged.program(call, host)

@@ -79,7 +79,9 @@ class Group:
         """Sum in rank order in float32, so that every run rounds alike."""
         live = [o.buffer for o in offers if o.buffer is not None]
         parts = [b.device.read(b, "all_reduce", "x").float() for b in live]
-        total = torch.stack(parts).sum(0) if parts else None
+        if not parts:
+            return
+        total = torch.stack(parts).sum(0)
         for buffer in live:
             buffer.device.write(buffer, "all_reduce").copy_(total)
             moved = 2 * (self.size - 1) / self.size * buffer.nbytes

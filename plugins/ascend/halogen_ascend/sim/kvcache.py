@@ -100,7 +100,7 @@ class KVPool:
         for buffer, rows in ((self.keys[layer], keys), (self.values[layer], values)):
             cells = self.device.write(buffer, "qkv_rope_store", "kv")
             cells[block, :, :, offset, :] = self._fractal(rows)
-            buffer.allocation.written[slots.numpy()] = True
+            _marks(buffer)[slots.numpy()] = True
 
     def gather(
         self, layer: int, blocks: Sequence[int], head: int, count: int, skip: int = 0
@@ -156,7 +156,7 @@ class KVPool:
         for buffer in (*self.keys, *self.values):
             cells = self.device.write(buffer, "kv_copy", "kv")
             cells[target] = cells[source]
-            written = buffer.allocation.written
+            written = _marks(buffer)
             size = self.spec.block_size
             written[target * size :][:size] = written[source * size :][:size]
 
@@ -197,12 +197,12 @@ class KVPool:
             for which, buffer in enumerate((self.keys[layer], self.values[layer])):
                 cells = self.device.write(buffer, "kv_import", "kv")
                 fractals = self._fractal(rows[:, layer, which].flatten(0, 1))
-                whole = fractals.unflatten(0, (len(blocks), spec.block_size))
+                whole = fractals.view(len(blocks), spec.block_size, *fractals.shape[1:])
                 cells[list(blocks)] = whole.permute(0, 2, 3, 1, 4)
                 self._written(buffer)[list(blocks)] = True
 
     def _written(self, buffer: DeviceBuffer) -> np.ndarray:
-        return buffer.allocation.written.reshape(self.num_blocks + 1, self.spec.block_size)
+        return _marks(buffer).reshape(self.num_blocks + 1, self.spec.block_size)
 
     def check_ids(self, op: str, blocks: Sequence[int]) -> None:
         wrong = [b for b in blocks if not 0 <= b < self.num_blocks]
@@ -216,7 +216,8 @@ class KVPool:
     def _fractal(self, rows: torch.Tensor) -> torch.Tensor:
         short = -self.spec.head_dim % 16
         padded = torch.nn.functional.pad(rows, (0, short)) if short else rows
-        return padded.to(TORCH[self.spec.dtype]).unflatten(-1, (-1, 16))
+        stored = padded.to(TORCH[self.spec.dtype])
+        return stored.view(*stored.shape[:-1], stored.shape[-1] // 16, 16)
 
     def _rows(
         self, buffer: DeviceBuffer, blocks: list[int], head: int, skip: int, count: int
@@ -229,6 +230,13 @@ class KVPool:
         data = self.device.read(buffer, "attention", "kv")[blocks, head]
         plain = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * 16)
         return plain[skip:count, : self.spec.head_dim].float()
+
+
+def _marks(buffer: DeviceBuffer) -> np.ndarray:
+    """Which slots of a pool buffer were written."""
+    written = buffer.allocation.written
+    assert written is not None
+    return written
 
 
 def _fractals(head_dim: int) -> int:

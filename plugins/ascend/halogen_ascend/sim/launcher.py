@@ -37,6 +37,10 @@ class Launcher:
             )
         return self.device.read(packed.payload.buffer, op, "weight")
 
+    def optional(self, packed: Packed | None, op: str) -> torch.Tensor | None:
+        """A norm, a bias or sinks where the layer has them."""
+        return None if packed is None else self.vector(packed, op)
+
     def new(self, *shape: int) -> DeviceBuffer:
         return self.device.empty(tuple(shape), self.compute)
 

@@ -33,7 +33,7 @@ def grouped_mlp(
     gate_up, down = experts
     out = torch.zeros(*chosen.shape, down.each[0].n)
     graph = Program("moe")
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         rows, place = (chosen == expert).nonzero(as_tuple=True)
         inner = torch.zeros(len(rows), gate_up.each[expert].n, dtype=x.dtype)
         acted = torch.zeros(len(rows), down.each[expert].k, dtype=x.dtype)

@@ -195,10 +195,10 @@ class SimOps(AttentionOps):
     def _linear(
         self, op: str, x: DeviceBuffer, weight: Weight, out: DeviceBuffer, bias: Packed | None
     ) -> Program:
-        shift = bias and self.vector(bias, op)
+        shift = self.optional(bias, op)
 
         def epilogue(tile: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-            return tile + shift[n0:n1]
+            return tile if shift is None else tile + shift[n0:n1]
 
         source = self._operand(x, op, weight)
         target = self.device.write(out, op)
@@ -208,7 +208,7 @@ class SimOps(AttentionOps):
             weight,
             target,
             part=self.device.part,
-            epilogue=epilogue if bias else None,
+            epilogue=epilogue,
         )
 
     def _router(self, x: DeviceBuffer, gate: Weight, logits: DeviceBuffer) -> Program:

@@ -29,9 +29,11 @@ def _program(
 ) -> Program:
     assert host is not None
     values = launcher.device.read(logits, "sample", "logits").float()
-    fields = (made.token_ids, made.logprobs, made.top_ids, made.top_logprobs)
-    ids, own, top_ids, top_values = (
-        None if b is None else launcher.device.write(b, "sample") for b in fields
+    write = launcher.device.write
+    ids = write(made.token_ids, "sample")
+    own, top_ids, top_values = (
+        None if b is None else write(b, "sample")
+        for b in (made.logprobs, made.top_ids, made.top_logprobs)
     )
 
     def work(a: int, b: int) -> None:
@@ -41,7 +43,7 @@ def _program(
                 continue
             logprobs = values[row].log_softmax(-1)
             own[row] = logprobs[ids[row]]
-            if top_ids is not None:
+            if top_ids is not None and top_values is not None:
                 top_ids[row], top_values[row] = sampling.top(logprobs, top_ids.shape[1])
 
     row = logits.shape[1] * 4

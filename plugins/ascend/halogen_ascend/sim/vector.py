@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ def by_rows(
                 vector_bytes=(stop - start) * row_bytes,
                 l2_bytes=(stop - start) * row_bytes,
                 hbm_bytes=(stop - start) * hbm_bytes,
-                run=lambda start=start, stop=stop: work(start, stop),
+                run=partial(work, start, stop),
             )
         )
     return program

@@ -125,12 +125,13 @@ def pack(
 
 def unpack(weight: PackedWeight[DeviceBuffer]) -> np.ndarray:
     """The float32 values."""
-    payload = weight.payload
+    payload: Weight | Experts | Vector = weight.payload
     if isinstance(payload, Experts):
-        return torch.stack([w.matrix() for w in payload.each]).numpy()
+        return np.asarray(torch.stack([w.matrix() for w in payload.each]).numpy())
     if isinstance(payload, Vector):
-        return payload.buffer.device.read(payload.buffer, "unpack", "weight").clone().numpy()
-    return payload.matrix().numpy()
+        data = payload.buffer.device.read(payload.buffer, "unpack", "weight")
+        return np.asarray(data.clone().numpy())
+    return np.asarray(payload.matrix().numpy())
 
 
 def _pack(

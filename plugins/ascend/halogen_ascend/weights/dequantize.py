@@ -54,8 +54,10 @@ def dequantize(tensor: QuantTensor) -> torch.Tensor:
         return values.float() * scales[:, None]
     plain = {"F32": np.float32, "F16": np.float16}
     if tensor.format in plain:
-        values = tensor.data.view(plain[tensor.format]).astype(np.float32)
-        return torch.from_numpy(values.reshape(tensor.shape))
-    kind = gguf.GGMLQuantizationType(FORMATS[tensor.format].ggml_type)
-    rows = tensor.data.reshape(-1, FORMATS[tensor.format].nbytes(tensor.shape[-1]))
+        floats = tensor.data.view(plain[tensor.format]).astype(np.float32)
+        return torch.from_numpy(floats.reshape(tensor.shape))
+    form = FORMATS[tensor.format]
+    assert form.ggml_type is not None
+    kind = gguf.GGMLQuantizationType(form.ggml_type)
+    rows = tensor.data.reshape(-1, form.nbytes(tensor.shape[-1]))
     return torch.from_numpy(gguf.dequantize(rows, kind).reshape(tensor.shape).copy())
