@@ -37,6 +37,8 @@ def _open(path: Path) -> GGUFCheckpoint | HFCheckpoint:
         raise missing(path, "no such file or directory")
     if path.is_dir():
         return _open_directory(path)
+    if not path.is_file():
+        raise missing(path, "it is neither a file nor a directory")
     start = _first_bytes(path)
     if start.startswith((b"PK\x03\x04", b"\x80")):
         raise refuse_pickle(path)

@@ -46,6 +46,25 @@ _TEKKEN = _cased(suffix="", digits=_DIGIT)
 _FALCON = [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS]
 _DEFAULT = [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS]
 _DEEPSEEK_CODER = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_TO_HANGUL, _DIGIT]
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
+    # in numbers: normalising these characters in an editor would change the ranges
+    r"\x{1e00}-\x{1f15}\x{1f18}-\x{1f1d}\x{1f20}-\x{1f45}\x{1f48}-\x{1f4d}\x{1f50}-\x{1f57}\x{1f59}"
+    r"\x{1f5b}\x{1f5d}\x{1f5f}-\x{1f7d}\x{1f80}-\x{1fb4}\x{1fb6}-\x{1fbc}\x{1fbe}\x{1fc2}-\x{1fc4}"
+    r"\x{1fc6}-\x{1fcc}\x{1fd0}-\x{1fd3}\x{1fd6}-\x{1fdb}\x{1fe0}-\x{1fec}\x{1ff2}-\x{1ff4}"
+    r"\x{1ff6}-\x{1ffc}\x{2102}\x{2107}\x{210a}-\x{2113}\x{2115}\x{2119}-\x{211d}\x{2124}\x{2126}"
+    r"\x{2128}\x{212a}-\x{212d}\x{212f}-\x{2134}\x{2139}\x{213c}-\x{213f}\x{2145}-\x{2149}\x{214e}"
+    "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "\U00010400-\U0001044f𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = [
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _CJK_TO_HANGUL,
+    r"\p{N}+",
+]
 _DEEPSEEK_V3 = [
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -70,6 +89,7 @@ _NAMES: Mapping[str, tuple[list[str], str]] = {
     "gpt4o": ([_GPT4O], "gpt-4o llama4 minimax-m2"),
     "tekken": ([_TEKKEN], "tekken"),
     "deepseek-coder": (_DEEPSEEK_CODER, "deepseek-coder"),
+    "deepseek-llm": (_DEEPSEEK_LLM, "deepseek-llm"),
     "deepseek-v3": (_DEEPSEEK_V3, "deepseek-v3 hunyuan-dense"),
     "falcon": (_FALCON, "falcon"),
     "default": (_DEFAULT, "default"),

@@ -1,5 +1,6 @@
 """Our GGUF reader says what the format's own library says, at once and without copying."""
 
+import os
 import time
 
 import gguf
@@ -121,3 +122,12 @@ def test_no_copy_is_made(smollm2_path):
     one, other = model.tensor("token_embd.weight"), model.tensor("token_embd.weight")
     assert np.shares_memory(one.data, other.data)
     assert one.data.flags.writeable  # private pages: torch wants to be able to
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
+    for name in ("pipe", "empty", "absent"):
+        with pytest.raises(ModelError, match=name) as failure:
+            open_model(tmp_path / name)
+        assert failure.value.code in ("HRT-2002", "HRT-2003")
