@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
@@ -34,7 +35,8 @@ def command() -> None:
 def list_plugins(config: Config, as_json: bool, probing: bool) -> None:
     """List every plugin, its state, and the reason where it cannot be used."""
     registry = PluginRegistry.discover(plugin_options(config))
-    rows = [describe(plugin, config, probing) for plugin in registry.plugins]
+    with ThreadPoolExecutor() as pool:  # each probe is a process of its own that one waits for
+        rows = list(pool.map(lambda plugin: describe(plugin, config, probing), registry.plugins))
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
