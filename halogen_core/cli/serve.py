@@ -13,7 +13,11 @@ from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from halogen_core.cli.assembly import Parts
+
+log = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -42,8 +46,26 @@ async def _serve(config: Config, parts: Parts, listener: socket.socket) -> None:
     from halogen_core.engine.process import ProcessEngine
     from halogen_core.server.serving import make_service, serve
 
-    engine = await ProcessEngine.start(parts.options, hang_timeout_s=config.engine.hang_timeout_s)
-    try:
-        await serve(make_service(config, engine, parts.tokenizer), listener)
-    finally:
-        await engine.close()
+    async def start() -> ProcessEngine:
+        log.info("loading %s", parts.options.model_path)
+        return await ProcessEngine.start(parts.options, hang_timeout_s=config.engine.hang_timeout_s)
+
+    service = make_service(config, parts.tokenizer)
+    await serve(service, listener, start, [plugin_routes(config)])
+
+
+def plugin_routes(config: Config) -> APIRouter:
+    """Routes that plugins add; a broken plugin adds none and is logged."""
+    from fastapi import APIRouter
+
+    from halogen_core.cli.plugins import plugin_options
+    from halogen_core.plugins import PluginRegistry, PluginStatus
+
+    router = APIRouter()
+    registry = PluginRegistry.discover(plugin_options(config))
+    for _ in registry.call("halogen_server_routes", router=router):
+        pass
+    for plugin in registry.plugins:
+        if plugin.status in (PluginStatus.BROKEN, PluginStatus.INCOMPATIBLE):
+            log.warning("plugin %s is %s: %s", plugin.name, plugin.status, plugin.reason)
+    return router

@@ -198,6 +198,9 @@ class ServerSettings:
         minimum=0,
         maximum=65535,
     )
+    metrics_compat: str = setting(
+        TEXT, "none", "give metrics under another server's names too", choices=("none", "vllm")
+    )
     max_body_size: int = setting(SIZE, 8 << 20, "largest request body", minimum=1024)
     receive_timeout_s: float = setting(
         NUMBER, 30.0, "a request must have arrived whole within this", minimum=0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -27,14 +28,16 @@ from halogen_core.server.openai_models import (
 from halogen_core.server.service import Service
 
 
-def create_app(service: Service) -> FastAPI:
-    """The whole HTTP application for one service."""
+def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> FastAPI:
+    """The whole HTTP application for one service; `extensions` are routes of plugins."""
     settings = service.config.server
     app = FastAPI(title="halogen", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(info_router(service))
     app.include_router(generation_router(service))
     if settings.metrics and settings.metrics_port is None:
         app.include_router(metrics_router(service))
+    for router in extensions:
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_middleware(Gate, settings=settings, keys=read_keys(settings), metrics=service.metrics)
     if settings.cors_origins:

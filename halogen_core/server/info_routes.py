@@ -79,4 +79,8 @@ async def metrics(service: Service) -> Response:
     with contextlib.suppress(EngineUnavailable):
         stats = await service.engine.stats()
         info = service.engine.info
-    return Response(service.metrics.exposition(info, stats), media_type=EXPOSITION)
+    compatible = service.config.server.metrics_compat == "vllm" and info is not None
+    text = service.metrics.exposition(
+        info, stats, vllm_model=service.model_names[0] if compatible else None
+    )
+    return Response(text, media_type=EXPOSITION)

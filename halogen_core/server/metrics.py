@@ -22,10 +22,20 @@ from halogen_core import __version__
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest
 from halogen_core.engine.text import TextDelta
 from halogen_core.errors import HalogenError
+from halogen_core.server.metrics_vllm import WithVllmNames
 
 log = logging.getLogger(__name__)
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+COUNTED_HERE = frozenset(
+    {
+        *("requests", "requests_cancelled", "requests_rejected", "requests_running"),
+        *("requests_waiting", "errors", "http_responses", "prompt_tokens", "generation_tokens"),
+        *("steps", "cache_usage", "kv_cache_usage_ratio", "kv_blocks", "ready", "model_info"),
+        *("process_memory_bytes",),
+    }
+)
+"""Names that mean something else when the engine counts (it sees no cached prompt tokens)."""
 GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -89,11 +99,14 @@ class Metrics:
         self.prompt_tokens.inc(len(request.prompt_token_ids))
         return Watch(metrics=self, request=request, began=began)
 
-    def exposition(self, info: EngineInfo | None, stats: EngineStats | None) -> bytes:
-        """The text format 0.0.4."""
+    def exposition(
+        self, info: EngineInfo | None, stats: EngineStats | None, *, vllm_model: str | None = None
+    ) -> bytes:
+        """The text format 0.0.4; with `vllm_model` also under vLLM's names."""
         self.ready.set(stats is not None)
         self.engine.info, self.engine.stats = info, stats
-        text: bytes = generate_latest(self.registry)
+        source = WithVllmNames(self.registry, vllm_model) if vllm_model else self.registry
+        text: bytes = generate_latest(source)
         return text
 
 
@@ -186,14 +199,16 @@ def _engine_families(stats: EngineStats) -> Iterable[Metric]:
         yield GaugeMetricFamily(name, "KV blocks in use, 0 to 1", used)
     yield CounterMetricFamily("halogen_steps", "Steps done by the engine", stats.step)
     for name, value in stats.counters.items():
-        yield CounterMetricFamily(_name(name), "Counter of the engine", value)
+        yield CounterMetricFamily(engine_name(name), "Counter of the engine", value)
     for name, value in stats.gauges.items():
-        yield GaugeMetricFamily(_name(name), "Gauge of the engine", value)
+        yield GaugeMetricFamily(engine_name(name), "Gauge of the engine", value)
 
 
-def _name(name: str) -> str:
+def engine_name(name: str) -> str:
+    """The metric name of an engine's own counter; those that the server counts too stay apart."""
     clean = "".join(c if c.isascii() and (c.isalnum() or c == "_") else "_" for c in name)
-    return "halogen_" + clean.removeprefix("halogen_")
+    clean = clean.removeprefix("halogen_").removesuffix("_total")
+    return f"halogen_engine_{clean}" if clean in COUNTED_HERE else f"halogen_{clean}"
 
 
 def _process_memory() -> Iterable[Metric]:

@@ -24,13 +24,28 @@ class Service:
     """One model behind one engine, and the server's own state."""
 
     config: Config
-    engine: EngineClient
     tokenizer: Tokenizer
     render: Render
     admission: Admission
     metrics: Metrics
     created: int = attrs.field(factory=lambda: int(time.time()))
     draining: bool = False
+    _engine: EngineClient | None = None
+
+    @property
+    def engine(self) -> EngineClient:
+        """The engine; raises `EngineUnavailable` while it loads for the first time."""
+        if self._engine is None:
+            raise EngineUnavailable("the engine is loading")
+        return self._engine
+
+    def engine_started(self, engine: EngineClient) -> None:
+        """From now on requests are served."""
+        self._engine = engine
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,12 +6,12 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from halogen_core.config import Config, ServerSettings
 from halogen_core.engine.client import EngineClient
@@ -137,6 +137,9 @@ def make_server(service: Service, app: FastAPI) -> DrainingServer:
 
 async def _drain(service: Service, server: DrainingServer) -> None:
     service.draining = True
+    if not service.has_engine:
+        server.should_exit = True
+        return
     seconds = service.config.server.drain_timeout_s
     log.info("draining: %d sequences, at most %g s", service.admission.inside, seconds)
     if not await service.engine.drain(seconds):
@@ -144,13 +147,12 @@ async def _drain(service: Service, server: DrainingServer) -> None:
     server.should_exit = True
 
 
-def make_service(config: Config, engine: EngineClient, tokenizer: Tokenizer) -> Service:
-    """The service for one engine, with the model's own chat template."""
+def make_service(config: Config, tokenizer: Tokenizer) -> Service:
+    """The service of one model, with its own chat template, before its engine has started."""
     if not has_chat_template(tokenizer):
         log.warning("the model brings no chat template; ChatML is assumed for chat")
     return Service(
         config=config,
-        engine=engine,
         tokenizer=tokenizer,
         render=functools.partial(render_chat, tokenizer),
         admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
@@ -158,18 +160,51 @@ def make_service(config: Config, engine: EngineClient, tokenizer: Tokenizer) -> 
     )
 
 
-async def serve(service: Service, listener: socket.socket) -> None:
-    """Serve until a signal; the engine is closed by the caller."""
-    server = make_server(service, create_app(service))
+async def serve(
+    service: Service,
+    listener: socket.socket,
+    start_engine: Callable[[], Awaitable[EngineClient]],
+    extensions: Sequence[APIRouter] = (),
+) -> None:
+    """Serve until a signal; `/ready` and requests answer 503 until the engine has started.
+
+    Raises what keeps the engine from starting. The engine is closed at the end.
+    """
+    server = make_server(service, create_app(service, extensions))
     side = await _serve_metrics(service)
-    _say_what_runs(service)
-    log.info("serving %s on %s", service.model_names[0], describe(listener))
+    starting = asyncio.create_task(_start(service, server, listener, start_engine))
+    log.info("listening on %s", describe(listener))
     try:
         await server.serve(sockets=[listener])
     finally:
-        if side is not None:
-            side.cancel()
-            await asyncio.gather(side, return_exceptions=True)
+        await _end(side, starting)
+        if service.has_engine:
+            await service.engine.close()
+    if not starting.cancelled():
+        starting.result()
+
+
+async def _start(
+    service: Service,
+    server: DrainingServer,
+    listener: socket.socket,
+    start_engine: Callable[[], Awaitable[EngineClient]],
+) -> None:
+    try:
+        service.engine_started(await start_engine())
+    except BaseException:
+        server.should_exit = True
+        raise
+    _say_what_runs(service)
+    log.info("serving %s on %s", service.model_names[0], describe(listener))
+
+
+async def _end(*tasks: asyncio.Task[None] | None) -> None:
+    """Cancel what still runs and wait for it."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _say_what_runs(service: Service) -> None:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from halogen_core.cli.main import main
 
@@ -181,6 +183,18 @@ def test_random_bytes_stream_as_they_are_whole(served):
         text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
         assert text == whole["message"]["content"]
         assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+
+
+def test_the_metrics_page_names_what_a_real_engine_counts(served):
+    served.chat()
+    text = served.client.get("/metrics").text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)), "two families of one name"
+    page = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    table = page.partition("The engine's own")[2].partition("`--metrics-compat")[0]
+    documented = set(re.findall(r"`(halogen_\w+)", table))
+    samples = {s.name for f in text_string_to_metric_families(text) for s in f.samples}
+    assert documented <= samples, documented - samples
 
 
 def test_ignore_eos_holds(served):

@@ -174,7 +174,8 @@ class ScriptedEngine:
             blocks_free=60,
             blocks_active=30,
             blocks_cached=10,
-            counters={"preemptions_total": 3.0},
+            counters={"preemptions": 3.0, "prompt_tokens": 5.0, "odd name!": 1.0},
+            gauges={"cache_usage": 0.5},
         )
 
     def close(self):
@@ -233,12 +234,12 @@ def serving(script, *, info_context=4096, engine_options=None, **settings):
         client = LocalEngine(engine, info)
         service = Service(
             config=config,
-            engine=client,
             tokenizer=byte_tokenizer(),
             render=render,
             admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
             metrics=Metrics(),
         )
+        service.engine_started(client)
         listener = bind(config.server)
         server = make_server(service, create_app(service))
         port = listener.getsockname()[1] if config.server.unix_socket is None else 0
