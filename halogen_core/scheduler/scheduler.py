@@ -203,11 +203,11 @@ class Scheduler:
         return items, self._admit(self.waiting[Lane.NORMAL], now, budget, items)
 
     def _long_step(self, now: float) -> tuple[list[ScheduledSequence], float | None]:
-        """Over-long prompts alone, one after the other."""
+        """Over-long prompts alone, one after the other, in slices that others can wait for."""
         items: list[ScheduledSequence] = []
         others = sum(not is_long(seq) for seq in self.running)
         limit = max(self.blocks.block_size, self.max_tokens // 4) if others else self.max_tokens
-        budget = self._budget.prefill_tokens(others, 0, limit)
+        budget = self._budget.prefill_tokens(max(1, others), 0, limit)
         prompts = [seq for seq in self.running if is_long(seq)][:1]
         self._continue_prompts(prompts, budget, items)
         if self._residents.preempted:

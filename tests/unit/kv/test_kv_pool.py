@@ -33,9 +33,9 @@ def hit(pool, tokens, salt=b""):
 def test_whole_blocks_and_a_tail_are_found():
     pool = BlockPool(16, 4)
     put(pool, list(range(11)))
-    assert hit(pool, list(range(11)) + [50]) == 11
-    assert hit(pool, list(range(8)) + [50]) == 8
-    assert hit(pool, list(range(6)) + [50, 51]) == 6
+    assert hit(pool, [*list(range(11)), 50]) == 11
+    assert hit(pool, [*list(range(8)), 50]) == 8
+    assert hit(pool, [*list(range(6)), 50, 51]) == 6
     assert hit(pool, [50, *range(11)]) == 0
 
 
@@ -48,7 +48,7 @@ def test_one_token_is_always_left_to_compute():
 def test_a_tail_shorter_than_the_rule_is_not_copied():
     pool = BlockPool(16, 8, rules=ReuseRules(min_tail=3))
     put(pool, list(range(10)))
-    assert hit(pool, list(range(10)) + [50]) == 8
+    assert hit(pool, [*list(range(10)), 50]) == 8
     assert hit(pool, [0, 1, 50]) == 0
     assert hit(pool, [0, 1, 2, 50]) == 3
 
@@ -57,7 +57,7 @@ def test_copies_are_given_again_until_the_step_ran():
     pool = BlockPool(16, 4)
     put(pool, list(range(6)))
     lease = pool.open(1)
-    assert pool.adopt(lease, pool.match(lease, list(range(6)) + [9]))
+    assert pool.adopt(lease, pool.match(lease, [*list(range(6)), 9]))
     (copy,) = pool.pending_copies()
     assert pool.pending_copies() == (copy,)
     assert copy[1] == lease.blocks[1]
@@ -70,7 +70,7 @@ def test_a_copy_whose_target_is_given_back_is_dropped():
     pool = BlockPool(16, 4)
     put(pool, list(range(6)))
     lease = pool.open(1)
-    pool.adopt(lease, pool.match(lease, list(range(6)) + [9]))
+    pool.adopt(lease, pool.match(lease, [*list(range(6)), 9]))
     pool.release(lease)
     assert pool.pending_copies() == ()
     assert pool.stats().active == 0
@@ -132,11 +132,11 @@ def test_a_forced_hash_collision_reuses_nothing(monkeypatch):
 
 def test_eviction_takes_tails_before_heads_and_the_longest_unused_first():
     pool = BlockPool(6, 4)
-    put(pool, list(range(0, 12)))
+    put(pool, list(range(12)))
     put(pool, list(range(100, 112)))
     lease = pool.open(5)
     assert pool.grow(lease, 8)
-    assert hit(pool, list(range(0, 13))) == 4
+    assert hit(pool, list(range(13))) == 4
     assert hit(pool, list(range(100, 113))) == 12
 
 

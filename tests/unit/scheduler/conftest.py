@@ -26,6 +26,7 @@ class Driver:
         self.steps = 0
         self.check_every = check_every
         self.finished = []
+        self.ended = {}
 
     def step(self, eos=7):
         plan = self.scheduler.schedule(self.now)
@@ -81,6 +82,7 @@ class Driver:
         ):
             self.scheduler.finish(seq)
             self.finished.append(seq)
+            self.ended[seq.seq_id] = self.now
 
     def audit(self):
         assert {seq.lease for seq in self.scheduler.running} == set(self.pool.leases)
