@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "pull": "Download a model and check it.",
     "run": "Answer a prompt, or chat.",
     "serve": "Serve the OpenAI API.",
+    "simulate": "Size a box, or compare eviction policies, without the box.",
 }
 """Command -> help; `some-name` is the object `command` of module `halogen_core.cli.some_name`."""
 
