@@ -39,7 +39,7 @@ from halogen_core.spi.step import Sampled, StepBatch, StepMeta
 from halogen_core.torch_backend import host_memory, kv, weights
 from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
-from halogen_core.torch_backend.invariant import InvariantTorchOps
+from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
 from halogen_core.torch_backend.ops import TorchOps
 from halogen_core.torch_backend.signatures import refusals
 from halogen_core.torch_backend.step import upload_step
@@ -86,6 +86,7 @@ class TorchBackend:
             WeakValueDictionary()
         )
         self._ops = self._make_ops()
+        self._claims_invariance = self.invariant and claim_holds(self._ops, self.device)
 
     # -- identity
 
@@ -95,7 +96,7 @@ class TorchBackend:
 
     @property
     def invariant(self) -> bool:
-        """Whether results are bit-identical whatever shares the step."""
+        """Whether it runs the batch-invariant ops."""
         return self.options.deterministic and self.invariant_ops_class is not None
 
     def capabilities(self) -> Capabilities:
@@ -109,7 +110,7 @@ class TorchBackend:
             kv_dtypes=(own, *(kind for kind in KV_ROW_BYTES if kind != own)),
             kv_block_sizes=(16, 32, 64, 8, 128),
             deterministic=self.device.type == "cpu" or self.invariant,
-            batch_invariant=self.invariant,
+            batch_invariant=self._claims_invariance,
             unified_memory=self.device.type == "cpu",
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi.memory import KVCache
-from halogen_core.spi.operations import AttentionSpec, PackedWeight
+from halogen_core.spi.operations import Activation, AttentionSpec, PackedWeight
 from halogen_core.spi.step import StepMeta
 from halogen_core.torch_backend.kv import decode, torch_kv
 from halogen_core.torch_backend.ops import TorchOps
@@ -73,6 +73,23 @@ class InvariantTorchOps(TorchOps):
         )
         q = self._activation(q)
         return _attend(q, kv, layer, plan, spec, sinks.payload if sinks else None)
+
+
+def claim_holds(ops: TorchOps, device: torch.device) -> bool:
+    """Whether rows are independent on this machine too: a few milliseconds of products and acts.
+
+    Libraries choose kernels by processor: what was tested elsewhere is checked before it is said.
+    """
+    for inner, outer in ((64, 96), (63, 257), (576, 64)):
+        numbers = torch.arange(11 * inner + outer * inner, dtype=torch.float32, device=device)
+        values = torch.sin(numbers * 1.7).to(ops.dtype)
+        x, weight = values[: 11 * inner].view(11, inner), values[11 * inner :].view(outer, inner)
+        whole = ops.gated_act(ops.matmul(x, weight).repeat(1, 2), Activation.SILU)
+        for start, end in ((0, 1), (3, 4), (2, 9), (1, 11)):
+            part = ops.matmul(x[start:end].clone(), weight).repeat(1, 2)
+            if not torch.equal(ops.gated_act(part, Activation.SILU), whole[start:end]):
+                return False
+    return True
 
 
 @attrs.frozen(eq=False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from halogen_core.errors import ModelError
 from halogen_core.models import Decoder, config_of, dense_config, kv_spec
-from halogen_core.spi import Activation, BackendOptions, FormatSpec, TorchBackend
+from halogen_core.spi import Activation, BackendOptions, FormatSpec, InvariantTorchOps, TorchBackend
 from halogen_core.spi.testing import (
     TINY_MODELS,
     Handle,
@@ -126,6 +126,21 @@ def invariant_model(name):
 def test_the_claim_of_invariance_follows_the_mode():
     assert TorchBackend(DETERMINISTIC).capabilities().batch_invariant
     assert not TorchBackend().capabilities().batch_invariant
+
+
+class OneRowDiffers(InvariantTorchOps):
+    """What MKL does without tiles: another kernel for a single row."""
+
+    def matmul(self, x, weight, bias=None):
+        return super().matmul(x, weight, bias) + (1e-6 if len(x) == 1 else 0)
+
+
+class Boastful(TorchBackend):
+    invariant_ops_class = OneRowDiffers
+
+
+def test_invariance_is_checked_here_before_it_is_claimed():
+    assert not Boastful(DETERMINISTIC).capabilities().batch_invariant
 
 
 @pytest.mark.parametrize("threads", [1, 3])
