@@ -1,4 +1,4 @@
-# ruff: noqa: E501, ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915, RET505, SIM108
+# ruff: noqa: E501, ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915, PLR0917, PLR1714, RET505, SIM108
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Paged attention kernels (Kwon et al., SOSP 2023) with an online softmax (FlashAttention-2, 2023).
 
@@ -22,22 +22,48 @@ E5M2 = tl.constexpr(2)
 
 @triton.jit
 def _kv_tile(
-    data, scales, rows, channel, mask, D: tl.constexpr, STORE: tl.constexpr, dtype: tl.constexpr
+    data,
+    scales,
+    rows,
+    inside,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BN: tl.constexpr,
+    STORE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Elements of cache `rows` (in units of D) at `channel`, in `dtype`; `mask` may be None."""
-    if mask is None:
-        x = tl.load(data + rows * D + channel)
+    """Cache `rows` [BN] (in units of D) in `dtype`: [D_PAD, BN] with KEYS, else [BN, D_PAD]."""
+    d = tl.arange(0, D_PAD)
+    if KEYS:
+        at = rows[None, :] * D + d[:, None]
+        mask = inside[None, :] & (d < D)[:, None]
     else:
-        x = tl.load(data + rows * D + channel, mask=mask, other=0)
+        at = rows[:, None] * D + d[None, :]
+        mask = inside[:, None] & (d < D)[None, :]
+    if MASKED or D != D_PAD:
+        x = tl.load(data + at, mask=mask, other=0)
+    else:
+        x = tl.load(data + at)
     if STORE == NATIVE:
         return x.to(dtype)
     elif STORE == Q8_0:
-        at = rows * (D // 32) + channel // 32
-        if mask is None:
-            scale = tl.load(scales + at)
+        # one load per scale, spread over its 32 elements
+        g = tl.arange(0, D_PAD // 32)
+        if KEYS:
+            at = rows[None, :] * (D // 32) + g[:, None]
+            s = tl.load(scales + at, mask=inside[None, :] & (g < D // 32)[:, None], other=0.0)
+            s = tl.broadcast_to(s[:, None, :], [D_PAD // 32, 32, BN]).reshape(D_PAD, BN)
         else:
-            scale = tl.load(scales + at, mask=mask, other=0.0)
-        return (x.to(tl.float32) * scale.to(tl.float32)).to(dtype)
+            at = rows[:, None] * (D // 32) + g[None, :]
+            s = tl.load(scales + at, mask=inside[:, None] & (g < D // 32)[None, :], other=0.0)
+            s = tl.broadcast_to(s[:, :, None], [BN, D_PAD // 32, 32]).reshape(BN, D_PAD)
+        if dtype == tl.float32:
+            return x.to(tl.float32) * s.to(tl.float32)
+        else:
+            # in f16: half the registers, and its rounding is below that of bf16
+            return (x.to(tl.float16) * s).to(dtype)
     else:
         # e5m2 is the upper byte of an f16
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
@@ -85,16 +111,9 @@ def _attend(
 ):
     """One tile of BN keys from n0: new (acc, m_i, l_i). Scores are in log2 units."""
     n = tl.arange(0, BN)
-    d = tl.arange(0, D_PAD)
     inside = n0 + n < end
     rows = _rows_of_keys(table, n0, n, inside, head, HKV, PAGE, BN)
-    if MASKED or D != D_PAD:
-        k_mask = inside[None, :] & (d < D)[:, None]
-        v_mask = inside[:, None] & (d < D)[None, :]
-    else:
-        k_mask = None
-        v_mask = None
-    kt = _kv_tile(k, ks, rows[None, :], d[:, None], k_mask, D, STORE, q.dtype)
+    kt = _kv_tile(k, ks, rows, inside, D, D_PAD, BN, STORE, True, MASKED, q.dtype)
     s = tl.dot(q, kt, input_precision="ieee")
     if SOFTCAP:
         s = s * (qk_scale / softcap)
@@ -114,7 +133,7 @@ def _attend(
     p = tl.exp2(s - safe[:, None])
     alpha = tl.exp2(m_i - safe)
     l_i = l_i * alpha + tl.sum(p, 1)
-    vt = _kv_tile(v, vs, rows[:, None], d[None, :], v_mask, D, STORE, q.dtype)
+    vt = _kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
     acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l_i
 
@@ -129,10 +148,17 @@ def _load_q(
     q_stride,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    STORE: tl.constexpr,
 ):
+    """Query rows [BM, D_PAD]; their type is that of the dot products."""
     d = tl.arange(0, D_PAD)
     at = (first_row + token).to(tl.int64) * q_stride + h * D
-    return tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    x = tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if STORE != NATIVE and x.dtype == tl.bfloat16:
+        # quantised KV decodes to f16 exactly; bf16 would need a rounding per element
+        return x.to(tl.float16)
+    else:
+        return x
 
 
 @triton.jit
@@ -224,7 +250,7 @@ def prefill(
     token = block * BQ + r // G
     h = head * G + r % G
     valid = (r < BQ * G) & (token < n_q)
-    qt = _load_q(q, first_row, token, h, valid, q_stride, D, D_PAD)
+    qt = _load_q(q, first_row, token, h, valid, q_stride, D, D_PAD, STORE)
     first_position = length - n_q + block * BQ
     positions = length - n_q + token
     end = tl.minimum(length - n_q + (block + 1) * BQ, length)
@@ -354,7 +380,7 @@ def decode(
         token = r // G
         h = head * G + r % G
         valid = token < n_q
-        qt = _load_q(q, first_row, token, h, valid, q_stride, D, D_PAD)
+        qt = _load_q(q, first_row, token, h, valid, q_stride, D, D_PAD, STORE)
         positions = tl.where(valid, length - n_q + token, length - 1)
         table = tables + seq.to(tl.int64) * table_stride
         m_i = tl.full([BM], float("-inf"), tl.float32)

@@ -64,7 +64,7 @@ class TritonBackend(TorchBackend):
         self._graph_pool: Any = None
         self._captured = 0
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
-        self.triton_ops.flash_threshold = int(extra.get("flash_threshold", 256))
+        self.triton_ops.flash_threshold = int(extra.get("flash_threshold", 1024))
 
     @property
     def triton_ops(self) -> TritonOps:

@@ -14,7 +14,8 @@ from typing import Any
 
 import attrs
 
-_PDL_KERNELS = frozenset({"decode", "dense_gemv", "plane_gemv"})
+# measured on an H200: attention and its reduction are slower with it
+_PDL_KERNELS = frozenset({"dense_gemv", "plane_gemv"})
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +52,8 @@ class Rule:
     launch: Launch
     bounds: Mapping[str, int] = attrs.field(factory=dict)
     programs: int = 0
-    """Of a split decode: a fixed grid, a small multiple of the device's cores."""
+    """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill kernel
+    serves decoding sequences too (the decode kernel would spill)."""
     library: bool = False
     """Dense products only: the vendor's library does better."""
 

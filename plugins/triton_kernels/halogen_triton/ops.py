@@ -44,7 +44,7 @@ class TritonOps(TorchOps):
         super().__init__(dtype)
         self.tuning = tuning
         self.device = device
-        self.flash_threshold = 256
+        self.flash_threshold = 1024
         """Context in tokens up to which a decoding sequence is not split over programs."""
         self._rotations: dict[RopeSpec, Rotation] = {}
 
@@ -100,12 +100,13 @@ class TritonOps(TorchOps):
         *,
         sinks: Weight | None = None,
     ) -> Tensor:
+        plan = self.attention_plan(spec.head_dim, quantised=payload(kv).scales is not None)
         return attention(
             self._rows(q),
             payload(kv).layers[layer],
-            self._sequences(meta),
+            self._sequences(meta, plan.max_decode),
             _heads(spec),
-            self.attention_plan(spec.head_dim),
+            plan,
             sinks=None if sinks is None else sinks.payload,
         )
 
@@ -154,13 +155,14 @@ class TritonOps(TorchOps):
         }
         return Sampled(token_ids=draw(logits, DrawTensors(fields)))
 
-    def attention_plan(self, head_dim: int) -> AttentionPlan:
-        """Launch shapes of attention for a head dim."""
-        decode = self.tuning.rule("decode", d=head_dim)
+    def attention_plan(self, head_dim: int, *, quantised: bool) -> AttentionPlan:
+        """Launch shapes of attention for a head dim; `quantised` KV has scales."""
+        decode = self.tuning.rule("decode", d=head_dim, quant=int(quantised))
         return AttentionPlan(
-            prefill=self.tuning.launch("prefill", d=head_dim),
+            prefill=self.tuning.launch("prefill", d=head_dim, quant=int(quantised)),
             decode=decode.launch,
             programs=decode.programs,
+            max_decode=1 if decode.programs else 0,
         )
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class TritonOps(TorchOps):
             )
         return self._rotations[rope]
 
-    def _sequences(self, meta: StepMeta[Tensor]) -> Sequences:
+    def _sequences(self, meta: StepMeta[Tensor], max_decode: int) -> Sequences:
         host = meta.host
         counts = host.query_start_loc[1:] - host.query_start_loc[:-1]
         return Sequences(
@@ -187,8 +189,8 @@ class TritonOps(TorchOps):
             tables=meta.block_tables,
             num_tokens=host.num_tokens,
             max_query_len=int(counts.max(initial=0)),
-            has_decodes=bool((counts == 1).any()),
-            has_prefills=bool((counts > 1).any()),
+            has_decodes=bool(((counts > 0) & (counts <= max_decode)).any()),
+            has_prefills=bool((counts > max_decode).any()),
             flash=host.max_seq_len > self.flash_threshold,
         )
 

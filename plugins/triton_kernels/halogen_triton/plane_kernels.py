@@ -27,12 +27,12 @@ def code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl.
         value = (masked | top).to(tl.float32, bitcast=True)
         base: tl.constexpr = (1 << (23 - p)) + OFFSET
         return value - base
-    code = (words >> (4 * i)) & 15
-    if HIGH == 1:
-        code = code | (((high >> (4 * i + w)) & 1) << 4)
+    elif HIGH == 1:
+        code = ((words >> (4 * i)) & 15) | (((high >> (4 * i + w)) & 1) << 4)
+        return (code - OFFSET).to(tl.float32)
     else:
-        code = code | (((high >> (2 * (4 * (i % 4) + w))) & 3) << 4)
-    return (code - OFFSET).to(tl.float32)
+        code = ((words >> (4 * i)) & 15) | (((high >> (2 * (4 * (i % 4) + w))) & 3) << 4)
+        return (code - OFFSET).to(tl.float32)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, PLR0915, RET505
+# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, PLR0915, PLR0917, PLR1714, RET505
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Small fused kernels around the linear layers; one program per token."""
 

@@ -59,18 +59,23 @@ def _layer_kv(store: str, hkv: int, d: int) -> LayerKV:
 
 def _attention(table: Tuning) -> Iterator[Case]:
     for heads, (hq, hkv, d) in _HEADS.items():
-        rule = table.rule("decode", d=d)
-        plan = AttentionPlan(
-            prefill=table.launch("prefill", d=d), decode=rule.launch, programs=rule.programs
-        )
         options = [("bf16", {}), ("q8_0", {}), ("f8_e5m2", {})]
         if d == 256:
             options = [("bf16", {"window": 512}), ("bf16", {})]
         for store, extra in options:
             shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5, **extra)
             kv = _layer_kv(store, hkv, d)
+            quant = int(store == "q8_0")
+            rule = table.rule("decode", d=d, quant=quant)
+            plan = AttentionPlan(
+                prefill=table.launch("prefill", d=d, quant=quant),
+                decode=rule.launch,
+                programs=rule.programs,
+                max_decode=1 if rule.programs else 0,
+            )
             label = f"{store} {heads}" + ("".join(f" {key}" for key in extra))
-            for kind, flash in (("decode", True), ("direct", False), ("prefill", True)):
+            kinds = (("decode", True), ("direct", False), ("prefill", True))
+            for kind, flash in kinds if plan.max_decode else kinds[2:]:
                 tokens = 512 if kind == "prefill" else 8
                 sequences = Sequences(
                     starts=_ints(9),

@@ -68,4 +68,5 @@ def test_only_plain_decode_steps_are_captured():
     assert capture.capture_key(penalised, 256) is None
     prompt = build_step([item(list(range(9)), 0, 9, [0])], 16).batch
     assert capture.capture_key(prompt, 256) is None
-    assert runner.backend.capture_key(batch) is None, "no graphs on a CPU"
+    on_gpu = runner.backend.device.type != "cpu"
+    assert (runner.backend.capture_key(batch) is not None) is on_gpu, "no graphs on a CPU"

@@ -1,0 +1,84 @@
+"""Compiled code of every shipped launch: no spills, no scratch, within LDS, matrix units where meant.
+
+Compilation needs Triton outside the interpreter, hence a process of its own. The default run compiles
+the decode path; the slow one everything, against the golden tables.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from halogen_triton.resource_page import page, read
+
+GOLDEN = Path(__file__).parent / "golden"
+PAGE = Path(__file__).parents[3] / "docs/reference/kernel-resources.md"
+DECODE_PATH = (
+    "attention direct bf16 28-4x128",
+    "linear bf16 rows 1",
+    "linear Q4_K rows 1",
+    "gated bf16",
+    "rms_norm",
+    "qkv_rope_store bf16",
+    "sample greedy",
+)
+SHARED_LIMIT = {"gfx1151": 65536, "sm_90": 232448}
+REGISTER_LIMIT = {"gfx1151": 256, "sm_90": 255}
+
+
+def compiled(target, cases):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # numerics and code depend on it, and its default changes with Triton 3.10
+    env["TRITON_DEFAULT_FP_FUSION"] = "1"
+    command = [sys.executable, "-m", "halogen_triton.compile_gate", target, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def needs_matrix_units(name):
+    return name.endswith(("/prefill", "/decode", "_gemm"))
+
+
+def judge(target, kernels):
+    for name, row in kernels.items():
+        assert row["spills"] == 0, (name, row)
+        assert row["scratch"] == 0, (name, row)
+        assert row["shared"] <= SHARED_LIMIT[target], (name, row)
+        assert row["registers"] <= REGISTER_LIMIT[target], (name, row)
+        assert (row["matrix"] > 0) == needs_matrix_units(name), (name, row)
+        if "gemv" in name:
+            assert row["wide_loads"] > 0, (name, row)
+
+
+@pytest.mark.parametrize("target", ["gfx1151", "sm_90"])
+def test_decode_path(target):
+    kernels = compiled(target, DECODE_PATH)
+    assert len(kernels) >= len(DECODE_PATH)
+    judge(target, kernels)
+
+
+@pytest.mark.parametrize("target", ["gfx1151", "sm_90"])
+def test_golden_tables_keep_the_rules(target):
+    judge(target, read(GOLDEN)[target]["kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gfx1151", "sm_90"])
+def test_everything_against_the_golden_table(target):
+    import triton
+
+    kernels, golden = compiled(target, ()), read(GOLDEN)[target]
+    judge(target, kernels)
+    assert kernels.keys() == golden["kernels"].keys()
+    if triton.__version__ == golden["triton"]:
+        assert kernels == golden["kernels"], (
+            "code generation changed: python -m halogen_triton.resource_page"
+            " plugins/triton_kernels/tests/golden docs/reference/kernel-resources.md --compile"
+        )
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == page(read(GOLDEN))
