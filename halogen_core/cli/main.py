@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "Check this machine and what is installed on it.",
     "explain": "Say what an HRT error code means and how to mend it.",
     "inspect": "Show what a model file says of itself.",
+    "kv": "Write and read the prefix cache of a running server.",
     "new-backend": "Write the skeleton of a backend plugin.",
     "plan": "Say what would fit on a device and how fast it could be at most.",
     "plugins": "Show the installed plugins and what they can do here.",

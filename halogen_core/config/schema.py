@@ -176,6 +176,9 @@ class CacheSettings:
         SWITCH, True, "reuse the KV of common prompt beginnings", aliases=("enable_prefix_caching",)
     )
     eviction_policy: str = setting(TEXT, "lru", "which cached block goes first")
+    kv_snapshot: Path | None = setting(
+        PATH, None, "file that `serve` reads the prefix cache from at start and writes on drain"
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -189,6 +192,9 @@ class ServerSettings:
         WORDS, (), "keys that clients must send one of; none: no authentication", secret=True
     )
     api_key_file: Path | None = setting(PATH, None, "file with further keys, one a line")
+    admin_key: str | None = setting(
+        TEXT, None, "key of the `/admin/` routes; none: there are none", secret=True
+    )
     cors_origins: tuple[str, ...] = setting(WORDS, (), "origins that browsers may call from")
     metrics: bool = setting(SWITCH, True, "serve `/metrics`", aliases=("enable_metrics",))
     metrics_port: int | None = setting(

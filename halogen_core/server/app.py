@@ -15,6 +15,7 @@ from halogen_core import __version__
 from halogen_core.errors import RequestError
 from halogen_core.server import info_routes
 from halogen_core.server import tokenize as tokens
+from halogen_core.server.admin import admin_router
 from halogen_core.server.auth import read_keys
 from halogen_core.server.chat import chat_completions
 from halogen_core.server.completions import completions
@@ -36,6 +37,8 @@ def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> FastAP
     app.include_router(generation_router(service))
     if settings.metrics and settings.metrics_port is None:
         app.include_router(metrics_router(service))
+    if settings.admin_key is not None:
+        app.include_router(admin_router(service))
     for router in extensions:
         app.include_router(router)
     app.add_exception_handler(HTTPException, _raise_ours)

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from halogen_core.config import ServerSettings
 from halogen_core.errors import ConfigError, RequestError
 
+ADMIN_PATHS = "/admin/"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -38,6 +39,18 @@ def check_key(keys: tuple[bytes, ...], path: str, headers: Headers) -> None:
         what = "more than one API key was sent"
     raise RequestError(
         what, code="HRT-4010", fix="send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    )
+
+
+def check_admin_key(key: str | None, headers: Headers) -> None:
+    """Raise `RequestError` (HRT-4030) unless the admin key was sent; a user's key is not enough."""
+    sent = _sent_keys(headers)
+    if key and len(sent) == 1 and compare_digest(sent[0], key.encode()):
+        return
+    raise RequestError(
+        "this route is for the server's operator",
+        code="HRT-4030",
+        fix="send the key of --admin-key as `Authorization: Bearer KEY`",
     )
 
 

@@ -36,11 +36,14 @@ class Kind:
 
 
 BY_CODE = {
+    "HRT-3310": Kind(400, "invalid_request_error", "snapshot_refused"),
+    "HRT-3311": Kind(400, "invalid_request_error", "snapshot_refused"),
     "HRT-4006": Kind(400, "invalid_request_error", "invalid_json"),
     "HRT-4007": Kind(404, "invalid_request_error", "model_not_found"),
     "HRT-4004": Kind(400, "invalid_request_error", "context_length_exceeded"),
     "HRT-4008": Kind(400, "invalid_request_error", "unsupported_feature"),
     "HRT-4010": Kind(401, "invalid_request_error", "invalid_api_key"),
+    "HRT-4030": Kind(403, "invalid_request_error", "admin_only"),
     "HRT-4040": Kind(404, "invalid_request_error", "not_found"),
     "HRT-4050": Kind(405, "invalid_request_error", "method_not_allowed"),
     "HRT-4080": Kind(408, "invalid_request_error", "request_timeout"),

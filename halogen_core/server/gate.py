@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halogen_core.config import ServerSettings
 from halogen_core.errors import RequestError
-from halogen_core.server.auth import check_key
+from halogen_core.server.auth import ADMIN_PATHS, check_admin_key, check_key
 from halogen_core.server.errors import as_halogen, error_response, kind_of
 from halogen_core.server.generation import ClientGone
 from halogen_core.server.metrics import Metrics
@@ -43,7 +43,10 @@ class Gate:
         headers = Headers(scope=scope)
         reply = _Reply(send=send, request_id=_request_id(headers))
         try:
-            check_key(self._keys, scope["path"], headers)
+            if scope["path"].startswith(ADMIN_PATHS):
+                check_admin_key(self._settings.admin_key, headers)
+            else:
+                check_key(self._keys, scope["path"], headers)
             if scope["method"] in WITH_BODY:
                 receive = _replay(await self._body(headers, receive), receive)
             await self._app(scope, receive, reply)

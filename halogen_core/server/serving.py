@@ -18,6 +18,7 @@ from halogen_core.engine.client import EngineClient
 from halogen_core.errors import ConfigError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.chat_template import has_chat_template, render_chat
+from halogen_core.server.admin import keep_cache, restore_cache
 from halogen_core.server.admission import Admission
 from halogen_core.server.app import create_app, metrics_router
 from halogen_core.server.http import with_deadlines
@@ -144,6 +145,7 @@ async def _drain(service: Service, server: DrainingServer) -> None:
     log.info("draining: %d sequences, at most %g s", service.admission.inside, seconds)
     if not await service.engine.drain(seconds):
         log.warning("drain timed out with %d sequences running", service.admission.inside)
+    await keep_cache(service)
     server.should_exit = True
 
 
@@ -192,6 +194,7 @@ async def _start(
 ) -> None:
     try:
         service.engine_started(await start_engine())
+        await restore_cache(service)
     except BaseException:
         server.should_exit = True
         raise

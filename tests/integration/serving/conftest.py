@@ -1,12 +1,24 @@
-"""A tiny seeded model as a GGUF file with a tokenizer, so that whole programs run on it."""
+"""A tiny seeded model as a GGUF file with a tokenizer, and `halogen serve` on it."""
+
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import gguf
+import httpx
 import numpy as np
+import psutil
 import pytest
 
 from halogen_core.loader.tokenizer import TokenKind
 from halogen_core.spi.testing import tiny_checkpoint
 
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Say hello."}]
 CONTROL = ["<|im_end|>", "<s>", "<|im_start|>"]
 MERGED = ["he", "ll", "hell"]
 
@@ -44,3 +56,77 @@ def tiny_path(tmp_path_factory):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+FLAGS = ("--backend", "cpu_reference", "--threads", "1", "--deterministic", "on")
+TINY = ("--block-size", "8", "--pool-size", "24MiB", "--max-batch", "16")
+
+
+class Served:
+    """A running `halogen serve`, its log and its processes."""
+
+    def __init__(self, model, *flags, cache_dir):
+        command = [sys.executable, "-m", "halogen_core.cli", "serve", "--model", str(model)]
+        command += ["--port", "0", "--cache-dir", str(cache_dir), *FLAGS, *flags]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self._found = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._found.get(timeout=120)
+        assert self.url, "".join(self.lines)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.search(r"serving .* on (http://\S+)", line):
+                self._found.put(match[1])
+        self._found.put(None)
+
+    @property
+    def worker(self):
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def status(self):
+        return self.client.get("/v1/status").json()
+
+    def chat(self, **fields):
+        return self.client.post(CHAT, json={"messages": HI, "max_tokens": 8} | fields)
+
+    def wait(self, condition, seconds=30.0):
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "".join(self.lines[-20:])
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def is_ready(self):
+        return self.client.get("/ready").status_code == 200
+
+    def stop(self, sig=signal.SIGTERM, seconds=30):
+        self.process.send_signal(sig)
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        self.client.close()
+        return code
+
+
+@pytest.fixture(scope="session")
+def serve_process(tiny_path, tmp_path_factory):
+    """`serve_process(*flags, model=…)` starts a server; those that still run are ended."""
+    cache_dir = tmp_path_factory.mktemp("cache")
+    started = []
+
+    def start(*flags, model=tiny_path):
+        shape = TINY if model is tiny_path else ()
+        started.append(Served(model, *shape, *flags, cache_dir=cache_dir))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()

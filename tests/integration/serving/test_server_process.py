@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import queue
 import random
 import re
 import signal
@@ -23,79 +22,20 @@ from halogen_core.cli.main import main
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Say hello."}]
-FLAGS = ("--backend", "cpu_reference", "--threads", "1", "--deterministic", "on")
-TINY = ("--block-size", "8", "--pool-size", "24MiB", "--max-batch", "16")
 REAL = ("--max-context", "512", "--pool-size", "64MiB")
 
 
-class Served:
-    """A running `halogen serve`, its log and its processes."""
-
-    def __init__(self, model, *flags, cache_dir):
-        command = [sys.executable, "-m", "halogen_core.cli", "serve", "--model", str(model)]
-        command += ["--port", "0", "--cache-dir", str(cache_dir), *FLAGS, *flags]
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines = []
-        self._found = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = self._found.get(timeout=120)
-        assert self.url, "".join(self.lines)
-        self.client = httpx.Client(base_url=self.url, timeout=60)
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if match := re.search(r"serving .* on (http://\S+)", line):
-                self._found.put(match[1])
-        self._found.put(None)
-
-    @property
-    def worker(self):
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
-
-    def status(self):
-        return self.client.get("/v1/status").json()
-
-    def chat(self, **fields):
-        return self.client.post(CHAT, json={"messages": HI, "max_tokens": 8} | fields)
-
-    def wait(self, condition, seconds=30.0):
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, "".join(self.lines[-20:])
-            time.sleep(0.02)
-        return time.monotonic()
-
-    def is_ready(self):
-        return self.client.get("/ready").status_code == 200
-
-    def stop(self, sig=signal.SIGTERM, seconds=30):
-        self.process.send_signal(sig)
-        code = self.process.wait(seconds)
-        self._reader.join(5)
-        self.client.close()
-        return code
-
-
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def served(tiny_path, cache_dir):
-    server = Served(tiny_path, *TINY, cache_dir=cache_dir)
+def served(serve_process):
+    server = serve_process()
     yield server
     assert server.stop() == 0
 
 
 @pytest.fixture
-def mortal(tiny_path, cache_dir):
+def mortal(serve_process):
     """A server that a test may hurt."""
-    server = Served(tiny_path, *TINY, "--drain-timeout-s", "20", cache_dir=cache_dir)
+    server = serve_process("--drain-timeout-s", "20")
     yield server
     if server.process.poll() is None:
         server.process.kill()
@@ -113,8 +53,8 @@ def test_it_says_what_runs_where(served):
 
 
 @pytest.mark.slow
-def test_the_openai_client_chats_with_a_real_model(smollm2_path, cache_dir):
-    server = Served(smollm2_path, *REAL, cache_dir=cache_dir)
+def test_the_openai_client_chats_with_a_real_model(smollm2_path, serve_process):
+    server = serve_process(*REAL, model=smollm2_path)
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     options = {"model": "smollm2", "messages": question, "temperature": 0, "max_tokens": 16}
@@ -345,13 +285,13 @@ def test_sigterm_drains_and_nothing_is_left(mortal):
 
 
 @pytest.mark.slow
-def test_a_killed_server_leaves_no_engine_and_no_port(mortal, tiny_path, cache_dir):
+def test_a_killed_server_leaves_no_engine_and_no_port(mortal, serve_process):
     worker, port = mortal.worker, mortal.url.rpartition(":")[2]
     mortal.process.kill()
     mortal.process.wait()
     _, alive = psutil.wait_procs([worker], timeout=15)
     assert not alive
-    again = Served(tiny_path, *TINY, "--port", port, cache_dir=cache_dir)
+    again = serve_process("--port", port)
     assert again.url.endswith(port)
     assert again.chat().status_code == 200
     assert again.stop() == 0

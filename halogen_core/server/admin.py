@@ -1,0 +1,93 @@
+"""Routes for whoever runs the server, not for its users: the prefix cache on disk."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from halogen_core.errors import EngineUnavailable, HalogenError, RequestError
+from halogen_core.server.info_routes import json_response
+from halogen_core.server.service import Service
+from halogen_core.server.validation import decode
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+@runtime_checkable
+class CacheKeeper(Protocol):
+    """An engine client whose prefix cache can be kept on disk."""
+
+    async def save_cache(self, path: str) -> int: ...
+
+    async def load_cache(self, path: str) -> int: ...
+
+
+class SnapshotBody(msgspec.Struct, kw_only=True):
+    """Body of both routes: a name, never a path."""
+
+    name: str
+
+
+def admin_router(service: Service) -> APIRouter:
+    """Routes under `/admin/`, which `Gate` opens only to the admin key."""
+    router = APIRouter(prefix="/admin")
+
+    @router.post("/kv/dump")
+    async def dump(request: Request) -> Response:
+        path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return json_response({"blocks": await keeper(service).save_cache(str(path))})
+
+    @router.post("/kv/load")
+    async def load(request: Request) -> Response:
+        path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
+        return json_response({"blocks": await keeper(service).load_cache(str(path))})
+
+    return router
+
+
+def snapshot_path(service: Service, name: str) -> Path:
+    """Where the snapshot of a name is kept; raises `RequestError` for anything like a path."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"`name` is `{name[:128]}`; it must be letters, digits, `.`, `_`, `-`", param="name"
+        )
+    return service.config.paths.cache_dir / "snapshots" / f"{name}.kv"
+
+
+def keeper(service: Service) -> CacheKeeper:
+    """The engine, if it can keep its cache on disk."""
+    if not isinstance(service.engine, CacheKeeper):
+        raise RequestError("this engine keeps no cache on disk", code="HRT-4008")
+    return service.engine
+
+
+async def restore_cache(service: Service) -> None:
+    """Load the snapshot that the settings name; a refused one leaves the cache empty."""
+    path = service.config.cache.kv_snapshot
+    if path is None or not path.exists():
+        return
+    try:
+        log.info(
+            "prefix cache: %d blocks from %s", await keeper(service).load_cache(str(path)), path
+        )
+    except HalogenError as exc:
+        log.warning("prefix cache starts empty: %s", exc)
+
+
+async def keep_cache(service: Service) -> None:
+    """Write the snapshot that the settings name; failing to is logged and harms nothing."""
+    path = service.config.cache.kv_snapshot
+    if path is None:
+        return
+    try:
+        log.info("prefix cache: %d blocks to %s", await keeper(service).save_cache(str(path)), path)
+    except (HalogenError, EngineUnavailable) as exc:
+        log.warning("prefix cache was not written: %s", exc)
