@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,32 +81,52 @@ class Tier:
         del self.members[node]
 
 
-def always(node: Node) -> bool:
-    return True
+def unknown_cost(depth: int) -> float | None:
+    """Nothing is known about computing: moving is taken to pay."""
+    return None
 
 
 @attrs.define(eq=False)
 class Tiers:
-    """The tiers below the device, nearest first; what falls out of the last is forgotten."""
+    """The tiers below the device, nearest first; what falls out of the last is forgotten.
+
+    A block is moved only if there and back takes less than computing it again: the time to move
+    is measured, the time to compute asked of `recompute_s`. So a preempted sequence comes back
+    by whichever is cheaper, block by block.
+    """
 
     mover: KVMover
     stack: tuple[Tier, ...]
-    worth: Callable[[Node], bool] = always
-    """Whether moving this block there and back costs less than computing it again."""
+    recompute_s: Callable[[int], float | None] = unknown_cost
+    """Seconds to compute a block after `depth` others."""
+    clock: Callable[[], float] = time.perf_counter
+    move_s: float = attrs.field(default=0.0, init=False)
+    """Seconds to move one block one way, as measured lately."""
     num_out: int = attrs.field(default=0, init=False)
     num_in: int = attrs.field(default=0, init=False)
 
+    def pays(self, node: Node) -> bool:
+        """Whether moving this block there and back is cheaper than computing it again."""
+        seconds = self.recompute_s(node.depth)
+        return seconds is None or 2 * self.move_s < seconds
+
     def receive(self, nodes: Sequence[Node], blocks: Sequence[int]) -> list[Node]:
         """Keep what was evicted from `blocks`; returns the nodes that lost their last place."""
-        keep = [i for i, node in enumerate(nodes) if self.worth(node)]
-        kept = {nodes[i] for i in keep}
-        lost = [node for node in nodes if node not in kept]
+        keep = [i for i, node in enumerate(nodes) if self.pays(node)]
+        kept = set(keep)
+        lost = [node for i, node in enumerate(nodes) if i not in kept]
         if keep:
+            began = self.clock()
             data = self.mover.export_blocks([blocks[i] for i in keep])
             for row, i in enumerate(keep):
                 lost += self._put(nodes[i], data[row], 0)
+            self._measure(self.clock() - began, len(keep))
             self.num_out += len(keep)
         return lost
+
+    def _measure(self, seconds: float, count: int) -> None:
+        each = seconds / count
+        self.move_s = each if not self.move_s else 0.9 * self.move_s + 0.1 * each
 
     def fetch(self, nodes: Sequence[Node]) -> Bytes:
         """The content of `nodes`, uint8 [n, bytes_per_block], which leave their tiers."""

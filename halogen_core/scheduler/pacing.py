@@ -46,6 +46,20 @@ class StepBudget:
         return predicted is None or predicted.p50 <= self.target_s
 
 
+def block_seconds(cost: CostModel, block_size: int) -> Callable[[int], float | None]:
+    """Seconds to compute a block of prompt after `depth` others, as part of a large chunk."""
+    chunk = max(block_size, 512)
+
+    def seconds(depth: int) -> float | None:
+        shape = StepShape(
+            prefill_tokens=chunk, decode_sequences=0, kv_tokens=depth * block_size + chunk
+        )
+        predicted = cost(shape)
+        return None if predicted is None else predicted.p50 * block_size / chunk
+
+    return seconds
+
+
 @attrs.frozen
 class BatchWindow:
     """When waiting sequences may enter: at once if the device is idle, else in company.

@@ -251,12 +251,25 @@ def test_evicted_blocks_come_back_from_the_host_and_the_disk(tmp_path):
 
 
 def test_moving_pays_or_it_is_not_done():
-    mover = Mover(4)
-    tiers = Tiers(mover, (Tier.host(64, 8),), worth=lambda node: node.depth >= 2)
-    pool = BlockPool(4, 4, tiers=tiers)
-    put(pool, list(range(16)))
-    put(pool, list(range(100, 116)))
-    assert len(tiers.stack[0].members) == 2
+    """A block takes 1 s to move one way, one after `depth` others `depth` s to compute."""
+
+    class SlowMover(Mover):
+        now = 0.0
+
+        def export_blocks(self, blocks):
+            self.now += len(blocks)
+            return super().export_blocks(blocks)
+
+    mover = SlowMover(6)
+    stack = (Tier.host(64, 8),)
+    tiers = Tiers(mover, stack, recompute_s=float, clock=lambda: mover.now)
+    pool = BlockPool(6, 4, tiers=tiers)
+    put(pool, list(range(24)))
+    assert tiers.move_s == 0.0
+    put(pool, list(range(100, 104)))
+    assert tiers.move_s == 1.0
+    put(pool, list(range(200, 220)))
+    assert sorted(node.depth for node in stack[0].members) == [3, 4, 5]
 
 
 def test_a_wrong_ledger_is_counted_and_mended():
