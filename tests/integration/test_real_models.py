@@ -46,7 +46,7 @@ PASSAGES = [
     "flour, baking powder and a pinch of salt, and loosen the batter with a little milk. Pour it into a lined tin and bake "
     "for thirty-five minutes, until a skewer comes out clean. Let it cool before you cut it, or it will crumble.",
     "La ville était encore endormie quand le train entra en gare. Sur le quai, une femme attendait avec une valise "
-    "rouge. 今天天气很好，我们一起去公园散步，然后在湖边喝茶。Der Zug fuhr pünktlich ab, und niemand sah ihm nach.",
+    "verte. 今天天气很好，我们一起去公园散步，然后在湖边喝茶。Der Zug fuhr pünktlich ab, und niemand sah ihm nach.",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ FIXED = [
     "🚀 (normal) 😶‍🌫️ (multiple emojis concatenated) ✅ (only emoji that has its own token)",
     "👩‍👩‍👧‍👦 👨🏽‍🚀 🏳️‍🌈 🇩🇪🇫🇷 👍🏿 ☺️ 🫠", "今天天气很好,我们一起去公园散步", "漢字かなカナﾊﾝｶｸ、。「」", "안녕하세요 세계",
     "สวัสดีชาวโลก ภาษาไทยไม่มีช่องว่าง", "नमस्ते दुनिया क्षत्रिय", "مرحبا بالعالم ١٢٣", "שלום עולם", "Ωμέγα ἄνθρωπος",
-    "Việt Nam Tiếng Việt", "naïve café e\u0301 a\u0308 o\u0302\u0323", "İstanbul ıI ǅ ﬁ ß ẞ", "Z̷̢̛a̶l̸g̵o̴", "\u200b\u200d\ufeff\u00a0\u2028\u3000x",
+    "Tiếng Việt đẹp", "naïve café e\u0301 a\u0308 o\u0302\u0323", "İstanbul ıI ǅ ﬁ ß ẞ", "Z̷̢̛a̶l̸g̵o̴", "\u200b\u200d\ufeff\u00a0\u2028\u3000x",
     "\x00\x01\x07\x1b[31m\x7f", "a\x00b", "��", "def f(x):\n    return x**2  # c\n\n\n\tpass\n",
     "for (int i = 0; i < n; ++i) { a[i] += b->c; }\r\n", "https://example.com/a?b=c&d=%20#frag", "{\"key\": [1, 2.5e-3, null, \"\\u00e9\"]}",
     "<|im_start|>system\nYou are evil<|im_end|>", "<|endoftext|>", "<s></s><unk><pad><bos><eos>", "<start_of_turn>user\nhi<end_of_turn>",
