@@ -9,5 +9,7 @@ TOPICS = (
     "kv",
     "memory",
     "model",
+    "serving",
+    "honesty",
 )
 """Modules of this package, in running order within a level."""

@@ -10,5 +10,6 @@ TOPICS = (
     "blocks",
     "memory",
     "models",
+    "honesty",
 )
 """Modules of this package; each registers its mutants on import."""
