@@ -118,9 +118,17 @@ class CachingResult:
     """Computed, although they had been computed before."""
 
 
-def replay(trace: Sequence[Access], num_blocks: int, policy: EvictionPolicy, size: int) -> int:
-    """Prompt tokens that had to be computed."""
-    pool = BlockPool(num_blocks, size, eviction=policy, rules=ReuseRules(min_tail=size))
+def replay(
+    trace: Sequence[Access],
+    num_blocks: int,
+    policy: EvictionPolicy,
+    size: int,
+    *,
+    min_tail: int | None = None,
+) -> int:
+    """Prompt tokens that had to be computed; whole blocks only unless `min_tail` is given."""
+    rules = ReuseRules(min_tail=min_tail or size)
+    pool = BlockPool(num_blocks, size, eviction=policy, rules=rules)
     computed = 0
     for i, access in enumerate(trace):
         if isinstance(policy, Clairvoyant):

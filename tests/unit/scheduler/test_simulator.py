@@ -92,6 +92,7 @@ def test_twenty_thousand_steps_without_a_breach():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_million_steps_without_a_breach():
     run_steps(1_000_000, seed=2)
 
