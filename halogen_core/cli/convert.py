@@ -14,12 +14,14 @@ from halogen_core.errors import ConfigError
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--quantize", type=click.Choice(["w8a8", "w8a16"]), help="all linear layers")
 @click.option("--quant-config", type=click.Path(path_type=Path), help="YAML: layer -> format")
+@click.option("--check/--no-check", default=True, help="compare answers with the original")
 @click.option("--rope-theta", type=float, help="must be the model's own; a guard for scripts")
 def command(
     source: Path,
     target: Path,
     quantize: str | None,
     quant_config: Path | None,
+    check: bool,
     rope_theta: float | None,
 ) -> None:
     """Write SOURCE, a Hugging Face directory, to TARGET with int8 layers.
@@ -55,3 +57,13 @@ def command(
     click.echo(f"{len(report)} tensors are int8; furthest from the original:")
     for key, decibels in worst:
         click.echo(f"  {decibels:6.1f} dB  {key}")
+    if check:
+        from halogen_core.cli.convert_check import compare, judge
+
+        found = compare(source, target)
+        click.echo(
+            f"against the original: divergence {found.divergence:.4f} nats, same choice "
+            f"{found.same_choice:.0%}, repeated triples {found.repetition:.0%} "
+            f"(original {found.original_repetition:.0%})"
+        )
+        judge(found, target)

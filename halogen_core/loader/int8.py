@@ -6,7 +6,7 @@ too) or `W8A16`; `int8_scales.safetensors` holds a float32 scale per output chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from halogen_core.loader.failures import damaged
 from halogen_core.loader.safetensors import read_safetensors
 from halogen_core.spi.arrays import Float32
+from halogen_core.spi.model import Checkpoint
+from halogen_core.spi.operations import QuantTensor, RopeStyle
 
 CONFIG_KEY = "halogen_int8"
 SCALES_FILE = "int8_scales.safetensors"
@@ -65,3 +67,41 @@ def read_int8(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Int8]:
             )
         found[key] = Int8(scheme, file.view(key).view(np.float32))
     return found
+
+
+@attrs.frozen(eq=False)
+class PlainCheckpoint:
+    """A checkpoint whose int8 tensors are given as float32, for backends that know none."""
+
+    stored: Checkpoint
+
+    @property
+    def path(self) -> str:
+        return self.stored.path
+
+    @property
+    def architecture(self) -> str:
+        return self.stored.architecture
+
+    @property
+    def hparams(self) -> Mapping[str, Any]:
+        return self.stored.hparams
+
+    @property
+    def rope_style(self) -> RopeStyle:
+        return self.stored.rope_style
+
+    @property
+    def content_id(self) -> str:
+        return f"{self.stored.content_id}-plain"
+
+    def names(self) -> Collection[str]:
+        return self.stored.names()
+
+    def tensor(self, name: str) -> QuantTensor:
+        tensor = self.stored.tensor(name)
+        if tensor.format not in SCHEMES:
+            return tensor
+        rows = tensor.data.view(np.int8).reshape(tensor.shape).astype(np.float32)
+        values = rows * tensor.aux["scale"][:, None]
+        return attrs.evolve(tensor, format="F32", data=values.reshape(-1).view(np.uint8), aux={})

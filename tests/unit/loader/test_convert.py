@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from halogen_core.cli.convert import command
+from halogen_core.cli.convert_check import compare, judge
 from halogen_core.errors import ConfigError, ModelError
 from halogen_core.loader import convert, open_model
 from halogen_core.loader.convert import QuantPlan, convert_directory
@@ -18,6 +20,15 @@ attention: {qkv: w8a8}
 ffn.w1: w8a16
 ffn.w2: w8a8
 """
+
+
+@pytest.fixture
+def calm_hf(tiny_hf):
+    """The tiny model with weights of a trained one's size: answers that rounding leaves alone."""
+    path = tiny_hf / "model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v / np.float16(4) if v.ndim == 2 else v for k, v in tensors.items()}, path)
+    return tiny_hf
 
 
 @pytest.fixture
@@ -93,7 +104,8 @@ def test_lost_scales_are_a_damaged_model(tiny_hf, tmp_path, plan):
         open_model(tmp_path / "out")
 
 
-def test_the_command_warns_guards_and_reports(tiny_hf, tmp_path):
+def test_the_command_warns_guards_and_reports(calm_hf, tmp_path):
+    tiny_hf = calm_hf
     run = CliRunner()
     done = run.invoke(command, [str(tiny_hf), str(tmp_path / "a"), "--quantize", "w8a8"])
     assert done.exit_code == 0, done.output
@@ -105,3 +117,17 @@ def test_the_command_warns_guards_and_reports(tiny_hf, tmp_path):
     assert isinstance(wrong.exception, ConfigError)
     assert "is not the model's" in str(wrong.exception)
     assert isinstance(run.invoke(command, [str(tiny_hf), "x"]).exception, ConfigError)
+
+
+def test_answers_are_compared_and_a_spoiled_model_is_refused(calm_hf, tmp_path, plan):
+    convert_directory(calm_hf, tmp_path / "out", plan)
+    found = compare(calm_hf, tmp_path / "out")
+    assert 0 < found.divergence < 0.1
+    assert found.same_choice > 0.8
+    judge(found, tmp_path / "out")
+    path = tmp_path / "out" / SCALES_FILE
+    scales = load_file(path)
+    save_file({k: v * 30 if "_proj" in k else v for k, v in scales.items()}, path)
+    spoiled = compare(calm_hf, tmp_path / "out")
+    with pytest.raises(ModelError, match="answers otherwise than its original"):
+        judge(spoiled, tmp_path / "out")
