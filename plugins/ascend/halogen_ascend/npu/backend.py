@@ -91,7 +91,6 @@ class NpuBackend(TorchBackend):
             graph_capture=True,
             alignment=512,
             deterministic=False,
-            collectives=("hccl",),
             extra={"host_align": "65536"},
         )
 
