@@ -79,10 +79,17 @@ class Session:
     _ids: itertools.count[int] = attrs.field(factory=itertools.count)
 
     @classmethod
-    async def open(cls, parts: Parts, ask: Ask, system: str | None) -> Session:
+    async def open(
+        cls,
+        parts: Parts,
+        ask: Ask,
+        system: str | None,
+        *,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Session:
         """Build the engine; call it inside the event loop that all answers use."""
         alone = msgspec.structs.replace(parts.options, max_batch=1)  # no pool for others
-        engine = build_engine(alone)
+        engine = build_engine(alone, progress=progress)
         history = [{"role": "system", "content": system}] if system else []
         client = LocalEngine(engine, engine.info)
         return cls(engine=client, tokenizer=parts.tokenizer, ask=ask, history=history)

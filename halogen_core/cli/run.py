@@ -98,11 +98,15 @@ def _session(
     """A session, with a sign of life on the terminal while the model loads."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {config.model.model}"):
+    text = f"loading {config.model.model}"
+    with Console(stderr=True).status(text) as status:
         from halogen_core.cli.assembly import assemble
         from halogen_core.cli.chat_session import Session
 
-        session = runner.run(Session.open(assemble(config), ask, system))
+        def progress(done: int, total: int) -> None:
+            status.update(f"{text}: {100 * done // max(1, total)} %")
+
+        session = runner.run(Session.open(assemble(config), ask, system, progress=progress))
     try:
         yield session
     finally:
