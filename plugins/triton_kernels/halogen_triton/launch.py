@@ -55,7 +55,7 @@ class Rule:
     """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill kernel
     serves decoding sequences too (the decode kernel would spill)."""
     library: bool = False
-    """Dense products only: the vendor's library does better."""
+    """The vendor's library does better (for planes: even after dequantising them)."""
 
     def fits(self, shape: Mapping[str, int]) -> bool:
         return all(shape.get(key, 0) <= most for key, most in self.bounds.items())

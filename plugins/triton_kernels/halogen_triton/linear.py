@@ -67,9 +67,9 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
-    whole = out_dtype in (None, x.dtype) and isinstance(weight, Tensor) and rows > 1
-    if whole and tuning.rule("dense_gemm", m=rows, n=n, k=k).library:
-        return torch.nn.functional.linear(x, weight, bias)
+    if rows > 1 and not isinstance(weight, Stacked) and out_dtype in (None, x.dtype):
+        if tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
+            return _library(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
     if rows:
         assert not activation or (rows == 1 and not isinstance(weight, Stacked))
@@ -92,14 +92,25 @@ def _into(
     if rows == 1:
         _gemv(x, weight, tuning, bias, activation, y)
         return
-    kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
-    rule = tuning.rule(kind, m=rows, n=n, k=x.shape[1])
-    if isinstance(weight, Tensor) and rule.library:
-        y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), bias))
+    rule = tuning.rule(_gemm_kind(weight), m=rows, n=n, k=x.shape[1])
+    if rule.library:
+        y.copy_(_library(x, weight, bias))
         return
     launch = rule.launch
     grid = (triton.cdiv(n, launch.block_n), triton.cdiv(rows, launch.block_m))
     _gemm(x, weight, launch, bias, y, grid, None)
+
+
+def _gemm_kind(weight: Tensor | Planes) -> str:
+    return "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
+
+
+def _library(x: Tensor, weight: Tensor | Planes, bias: Tensor | None) -> Tensor:
+    """The vendor's product; planes are first dequantised to the type of x, for this call only."""
+    if isinstance(weight, Planes):
+        rows = torch.arange(weight.shape[0], dtype=torch.int32, device=x.device)
+        weight = embedding_rows(rows, weight, x.dtype)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
 def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -> Tensor:
@@ -109,8 +120,7 @@ def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -
     start = 0
     for part in weight.parts if isinstance(weight, Stacked) else (weight,):
         n = part.shape[-2]
-        kind = "plane_gemm" if isinstance(part, Planes) else "dense_gemm"
-        launch = attrs.evolve(tuning.launch(kind, m=rows.block_m, n=n, k=k), block_m=rows.block_m)
+        launch = attrs.evolve(tuning.launch(_gemm_kind(part), m=rows.block_m, n=n, k=k), block_m=rows.block_m)
         grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
         _gemm(x, part, launch, None, y[:, start : start + n], grid, rows)
         start += n

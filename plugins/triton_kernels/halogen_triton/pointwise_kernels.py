@@ -36,8 +36,9 @@ def gated(gate, up, KIND: tl.constexpr):
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)) * up
     else:
-        g = tl.minimum(gate, 7.0)
-        u = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        # comparisons, because minimum and maximum would swallow a NaN
+        g = tl.where(gate > 7.0, 7.0, gate)
+        u = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -121,3 +122,19 @@ def test_experts_take_their_own_rows(name):
     )
     want = torch.stack([w64[choice[p]] @ x[p // top_k].double() for p in range(8)])
     near(expert_linear(x, w, rows, TINY), want)
+
+
+@pytest.mark.parametrize("name", [None, "Q4_K", "Q6_K"])
+def test_the_vendors_library_gives_the_same(name):
+    k = 256
+    if name:
+        w, w64 = planes(name, 20, k=k)
+    else:
+        w = normal(20, k, seed=2)
+        w64 = w.double()
+    kind = "plane_gemm" if name else "dense_gemm"
+    rule = attrs.evolve(TINY.rules[kind][0], library=True)
+    table = attrs.evolve(TINY, rules={**TINY.rules, kind: (rule,)})
+    x, bias = normal(5, k), normal(20, seed=3)
+    near(linear(x, w, table, bias=bias), x.double() @ w64.T + bias.double())
+    assert linear(x, w, table, out_dtype=torch.float64).dtype == torch.float64
