@@ -35,6 +35,7 @@ def command(config: Config) -> None:
     from halogen_core.server.serving import bind
 
     logging.basicConfig(level=config.server.log_level.upper(), format=LOG_FORMAT)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it says what `serving` says
     read_keys(config.server)
     parts = assemble(config)
     listener = bind(config.server)  # before the engine: a busy port is known at once

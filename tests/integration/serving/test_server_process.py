@@ -143,6 +143,40 @@ def test_ignore_eos_holds(served):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+def test_min_tokens_holds_against_every_end_token(served):
+    """vllm#5849: a bias makes each end token certain, so only the minimum can prevent it."""
+    info = served.client.get("/tokenizer_info").json()
+    for token in info["eos_token_ids"]:
+        body = {"logit_bias": {str(token): 100}, "temperature": 0, "max_tokens": 20}
+        assert served.chat(**body).json()["usage"]["completion_tokens"] == 1
+        answer = served.chat(**body, min_tokens=8).json()
+        assert answer["usage"]["completion_tokens"] == 9
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_prompt_cut_inside_a_character_is_answered(served):
+    """vllm#48853: what is left of the character does not leak the prompt into the answer."""
+    for cut in (1, 2, 3):
+        prompt = [*b"secret ", *"🌍".encode()[:cut]]
+        body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "stream": True}
+        response = served.client.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        assert "secret" not in response.text
+
+
+def test_hot_sampling_drops_nothing(served):
+    """llama.cpp#11738: temperature 1.5 with top_k 100, many at once; every reply is whole."""
+
+    async def main():
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            body = {"messages": HI, "temperature": 1.5, "top_k": 100, "max_tokens": 6}
+            return await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(120)))
+
+    answers = asyncio.run(main())
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(answer.json()["choices"][0]["finish_reason"] for answer in answers)
+
+
 def test_a_prompt_over_the_context_is_refused_with_both_numbers(served):
     response = served.client.post("/v1/completions", json={"prompt": [100] * 1100})
     error = response.json()["error"]
