@@ -1,7 +1,8 @@
-"""`halogen plan`: what would fit and how fast it could be at most, from a saved profile of a device.
+"""`halogen plan`: what would fit and how fast it could be at most, from a device's saved profile.
 
-Nothing is opened but the model's header: a profile is data that a plugin ships (folder `profiles` of
-its static manifest), so no hardware and no driver is needed. Derived speeds are bounds, never speeds.
+Nothing is opened but the model's header: a profile is data that a plugin ships (folder `profiles`
+of its static manifest), so no hardware and no driver is needed. Derived speeds are bounds, never
+speeds.
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ def lines(about: dict[str, Any]) -> list[str]:
 def _check_workload(profile: Profile, work: Workload) -> None:
     if work.kv_dtype not in profile.kv_dtypes:
         raise ConfigError(
-            f"kv dtype is `{work.kv_dtype}`; `{profile.backend}` has {', '.join(profile.kv_dtypes)}",
+            f"kv dtype is `{work.kv_dtype}`;"
+            f" `{profile.backend}` has {', '.join(profile.kv_dtypes)}",
             code="HRT-3401",
             fix="check --kv-dtype",
         )
