@@ -88,6 +88,10 @@ class Generation:
                 self._take(self._queue.get_nowait(), batch)
             yield batch
 
+    def count_error(self, error: HalogenError) -> None:
+        """Account for an error that the client learns of within its stream."""
+        self._service.metrics.errors.labels(error.code).inc()
+
     def client_gone(self) -> None:
         """Tell the reader of `events` that there is nobody to read for."""
         self._queue.put_nowait(ClientGone())
@@ -124,8 +128,10 @@ class Generation:
         except asyncio.CancelledError:
             watch.cancelled()
             raise
+        except ClientGone as exc:
+            watch.cancelled()
+            self._queue.put_nowait(exc)
         except Exception as exc:
-            watch.failed(exc)
             self._queue.put_nowait(exc)
 
     def _count(self, index: int, delta: TextDelta) -> None:

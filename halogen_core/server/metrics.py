@@ -21,7 +21,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from halogen_core import __version__
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest
 from halogen_core.engine.text import TextDelta
-from halogen_core.errors import HalogenError
 from halogen_core.server.metrics_vllm import WithVllmNames
 
 log = logging.getLogger(__name__)
@@ -140,11 +139,6 @@ class Watch:
         """The client went away."""
         log.info("%s: client went away after %d tokens", self.request.request_id, self.tokens)
         self.metrics.cancelled.labels("prefill" if self.first is None else "decode").inc()
-
-    def failed(self, error: BaseException) -> None:
-        """The engine refused the sequence or broke it off."""
-        code = error.code if isinstance(error, HalogenError) else "HRT-5000"
-        self.metrics.errors.labels(code).inc()
 
     def _end(self, delta: TextDelta, now: float) -> None:
         log.info(

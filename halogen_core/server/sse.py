@@ -88,7 +88,9 @@ class EventStream(Response):
         except ClientGone:
             raise
         except Exception as exc:
-            yield event(error_body(as_halogen(exc))) + DONE
+            error = as_halogen(exc)
+            self.generation.count_error(error)
+            yield event(error_body(error)) + DONE
             return
         yield b"".join(map(event, self.chunks.end())) + DONE
 

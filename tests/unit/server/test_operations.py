@@ -153,6 +153,9 @@ def test_the_engines_own_refusal_is_a_429_too(serve):
             response = server.post(CHAT, HI | {"stream": stream})
             assert response.status_code == 429
             assert "retry-after" in response.headers
+        text = server.get("/metrics").text
+        assert value(text, "halogen_errors_total", hrt_code="HRT-4290") == 2
+        assert value(text, "halogen_requests_rejected_total", reason="queue_full") == 2
 
 
 def test_a_crowd_of_requests_cannot_pile_up(serve):
@@ -231,7 +234,10 @@ def test_readiness_and_answers_follow_the_engine(serve):
     with serve(script) as server:
         assert server.get("/ready").json()["status"] == "ready"
         fatal = {"messages": [{"role": "user", "content": "x" * 30}]}
-        assert server.post(CHAT, fatal).status_code == 503
+        broken = server.post(CHAT, fatal | {"stream": True})
+        assert '"hrt_code":"HRT-5031"' in broken.text
+        text = server.get("/metrics").text
+        assert value(text, "halogen_errors_total", hrt_code="HRT-5031") == 1
         down = server.get("/ready")
         assert down.status_code == 503
         assert down.json()["error"]["hrt_code"] == "HRT-5031"

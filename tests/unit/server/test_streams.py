@@ -281,6 +281,9 @@ def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(serve):
         assert quick.status_code == 200
         assert time.monotonic() - began < 2
         wait_for(lambda: server.service.admission.inside == 0, 15)
+        text = server.get("/metrics").text
+        assert 'halogen_requests_cancelled_total{phase="decode"} 4.0' in text
+        assert "halogen_errors_total{" not in text
         lazy.close()
 
 
