@@ -32,6 +32,7 @@ class SimOptions:
     rope_align: int = 128
     blocking: bool = False
     faults: tuple[Fault, ...] = ()
+    threads: int = 1
 
 
 def sim_options(options: BackendOptions) -> SimOptions:
@@ -51,7 +52,11 @@ def sim_options(options: BackendOptions) -> SimOptions:
         else:
             raise _unknown(key)
     part = restrict(part, core_num=cores.get("core_num"), mask=cores.get("mask"))
-    made = SimOptions(part=part, pools=pools, **{"launch_s": part.launch, **values})
+    made = SimOptions(
+        part=part,
+        pools=pools,
+        **{"launch_s": part.launch, "threads": options.threads or 1, **values},
+    )
     _check(made)
     return made
 

@@ -80,6 +80,7 @@ class SimBackend:
             faults=FaultPlan(options.faults),
             blocking=options.blocking,
             launch_s=options.launch_s,
+            threads=options.threads,
         )
         ops = SimOps(
             device, options.dtype, options.kv_split, RopeTables(device, options.rope_align)

@@ -24,7 +24,7 @@ from halogen_ascend.errors import (
     UseAfterFree,
 )
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
-from halogen_ascend.sim.cost import Conditions, place
+from halogen_ascend.sim.cost import Conditions, Schedule, place
 from halogen_ascend.sim.faults import Fault, FaultPlan
 from halogen_ascend.sim.memory import Allocation, Hbm
 from halogen_ascend.sim.profiles import Profile
@@ -71,6 +71,8 @@ class SimDevice:
     faults: FaultPlan = attrs.field(factory=FaultPlan)
     blocking: bool = False
     """Raise asynchronous errors at the call that caused them, for debugging."""
+    threads: int = 1
+    """Host threads that compute a task."""
     dry: bool = False
     """Plan and time every task, compute none: for timelines of models too big to compute."""
     launch_s: float = 5e-6
@@ -267,11 +269,20 @@ class SimDevice:
         program = build(host)
         schedule = place(program, self.part, self._conditions())
         if not self.dry:
-            for placed in schedule.placed:
-                program.tasks[placed.task].run()
+            self._compute(program, schedule)
         start = self.now + (launch_s or 0.0)
         self.timeline.record(program, schedule, start, launched=launch_s is not None)
         self.now = start + schedule.makespan
+
+    def _compute(self, program: Program, schedule: Schedule) -> None:
+        """Run the tasks in order of start; host threads would only fight over work this small."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            for placed in schedule.placed:
+                program.tasks[placed.task].run()
+        finally:
+            torch.set_num_threads(before)
 
     def _conditions(self) -> Conditions:
         return Conditions(
