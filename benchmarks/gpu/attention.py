@@ -1,3 +1,4 @@
+# ruff: noqa: E501, E731, B023
 """Decode and prefill attention: ours (paged) beside torch SDPA (contiguous), in captured graphs.
 
 python benchmarks/gpu/attention.py OUT.json [--sweep]
@@ -166,7 +167,7 @@ def prefill(sweep: bool) -> list[dict]:
         for name, launch in launches:
             plan = AttentionPlan(prefill=launch, decode=table.launch("decode", d=D), programs=264)
             try:
-                call = lambda plan=plan: attention(qq, layers[0], seqs, shape, plan)  # noqa: E731
+                call = lambda plan=plan: attention(qq, layers[0], seqs, shape, plan)
                 row["ours"][name] = [flops / s / 1e12 for s in graph_time([call], repeats=8)]
             except Exception as exc:  # out of resources is a result
                 row["ours"][name] = str(exc)[:120]

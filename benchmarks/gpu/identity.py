@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/identity.py MODEL.gguf OUT.json
 
-Where tokens part, the CPU's logits at that position must be a near tie (the GPU computes in bfloat16
+Where tokens part, the CPU's logits at that position must be a near tie (the GPU computes in
+bfloat16
 or float16). Captured steps must give eager tokens exactly, for every bucket.
 """
 
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from halogen_cuda.backend import CudaBackend
 from timing import save
 
 from halogen_core.engine.batch import BatchItem, build_step
@@ -23,6 +23,7 @@ from halogen_core.engine.sampler import RowSampler
 from halogen_core.loader import load_tokenizer, open_model
 from halogen_core.models import Decoder, config_of
 from halogen_core.spi import BackendOptions, KVSpec, TorchBackend
+from halogen_cuda.backend import CudaBackend
 
 PROMPTS = (
     "The capital of France is",

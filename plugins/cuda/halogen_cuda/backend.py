@@ -110,5 +110,5 @@ class CudaBackend(TritonBackend):
             pool,
             asked=asked,
             free=self.memory()[0].free,
-            fix="lower --max-context or --kv-memory, choose a smaller kv dtype or a quantised model",
+            fix="lower --max-context or --kv-memory, or choose a smaller kv dtype or model",
         )

@@ -4,11 +4,11 @@ import types
 
 import pytest
 import torch
-from halogen_cuda.backend import CudaBackend, device_index
-from halogen_cuda.probe import devices, driver_reason, nvidia_node, wrong_build
 
 from halogen_core.errors import BackendUnavailable, ConfigError
 from halogen_core.spi import BackendOptions, ProbeContext
+from halogen_cuda.backend import CudaBackend, device_index
+from halogen_cuda.probe import devices, driver_reason, nvidia_node, wrong_build
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import ClassVar
 
 import attrs
 import torch
@@ -50,7 +51,7 @@ def create(options: BackendOptions) -> RocmBackend:
 class RocmBackend(TritonBackend):
     """One Strix Halo. `root` is where /proc and /sys are read, for tests."""
 
-    option_keys = (*TritonBackend.option_keys, "reserve_gib")
+    option_keys: ClassVar[tuple[str, ...]] = (*TritonBackend.option_keys, "reserve_gib")
 
     def __init__(self, options: BackendOptions, *, root: str = "/", device: str = "cuda:0") -> None:
         self.root = root
@@ -59,7 +60,7 @@ class RocmBackend(TritonBackend):
             raise BackendUnavailable(
                 "this machine has no Strix Halo (gfx1151)",
                 reasons=["no GPU with PCI id 1002:1586 or KFD target gfx1151"],
-                fix="choose another backend; `halogen plan --profile strix-halo-128` plans without one",
+                fix="choose another backend; `halogen plan` needs no hardware",
             )
         super().__init__(
             options,

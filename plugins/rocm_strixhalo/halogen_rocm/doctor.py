@@ -139,7 +139,8 @@ def _override(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield _finding(
             "rocm.override",
             Severity.ERROR,
-            f"HSA_OVERRIDE_GFX_VERSION={value} runs code for another chip: faults and wrong results",
+            f"HSA_OVERRIDE_GFX_VERSION={value} runs code for another chip: faults and wrong "
+            "results",
             "unset it; gfx1151 is supported natively",
         )
 
@@ -152,7 +153,8 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
         yield _finding(
             "rocm.cmdline.gtt",
             Severity.ERROR,
-            f"ttm.pages_limit={pages} is {pages * PAGE / GIB:.1f} GiB, amdgpu.gttsize={megabytes} is "
+            f"ttm.pages_limit={pages} is {pages * PAGE / GIB:.1f} GiB, "
+            f"amdgpu.gttsize={megabytes} is "
             f"{megabytes / 1024:.1f} GiB: one of them has a wrong digit",
             f"keep ttm.pages_limit={megabytes * 256} alone (GiB x 262144)",
             line,

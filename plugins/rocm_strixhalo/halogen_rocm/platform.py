@@ -72,7 +72,8 @@ class Platform:
 def read_platform(root: str = "/") -> Platform:
     """Read everything below `root`."""
     top = Path(root)
-    meminfo = {k: int(v) * 1024 for k, v in re.findall(r"(\w+):\s+(\d+) kB", text(top / "proc/meminfo"))}  # fmt: skip
+    lines = re.findall(r"(\w+):\s+(\d+) kB", text(top / "proc/meminfo"))
+    meminfo = {key: int(value) * 1024 for key, value in lines}
     limit = text(top / "sys/fs/cgroup/memory.max").strip()
     used = text(top / "sys/fs/cgroup/memory.current").strip()
     modules = top / "sys/module"

@@ -68,7 +68,8 @@ def hardware_reason(platform: Platform) -> Reason | None:
         return Reason(
             code="no_nodes",
             text=f"a Strix Halo exists, but {' and '.join(missing)} does not",
-            hint="load amdgpu; in a container pass --device /dev/kfd --device /dev/dri and the groups "
+            hint="load amdgpu; in a container pass --device /dev/kfd --device /dev/dri and the "
+            "groups "
             "render and video",
         )
     return None
@@ -102,7 +103,8 @@ def torch_reason(
         return Reason(
             code="hip_unavailable",
             text=f"torch for HIP {hip} sees no GPU (it would say `No CUDA GPUs are available`)",
-            hint="this user must be in the groups render and video, HSA_OVERRIDE_GFX_VERSION unset, "
+            hint="this user must be in the groups render and video, HSA_OVERRIDE_GFX_VERSION "
+            "unset, "
             "HIP_VISIBLE_DEVICES not empty; see `halogen doctor`",
         )
     return None

@@ -98,7 +98,7 @@ def attention(
     return out
 
 
-def _shape_constants(kv: LayerKV, sequences: Sequences, shape: HeadShape, plan: AttentionPlan):  # type: ignore[no-untyped-def]
+def _shape_constants(sequences: Sequences, shape: HeadShape, plan: AttentionPlan) -> dict[str, int]:  # type: ignore[no-untyped-def]
     return {
         "HQ": shape.num_heads,
         "HKV": shape.num_kv_heads,
@@ -120,7 +120,7 @@ def _prefill(
     out: Tensor,
 ) -> None:
     group = shape.num_heads // shape.num_kv_heads
-    constants = _shape_constants(kv, sequences, shape, plan)
+    constants = _shape_constants(sequences, shape, plan)
     block_m = max(plan.prefill.block_m, triton.next_power_of_2(group))
     num = len(sequences.seq_lens)
     grid = (triton.cdiv(sequences.num_tokens, block_m // group) + num, shape.num_kv_heads)
@@ -159,7 +159,7 @@ def _decode(
     out: Tensor,
 ) -> None:
     group = shape.num_heads // shape.num_kv_heads
-    constants = _shape_constants(kv, sequences, shape, plan)
+    constants = _shape_constants(sequences, shape, plan)
     block_m = max(16, triton.next_power_of_2(group * plan.max_decode))
     block_n = plan.decode.block_n
     num = len(sequences.seq_lens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import attrs
@@ -43,7 +43,7 @@ from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise
 class TritonBackend(TorchBackend):
     """A torch device that runs Triton kernels. Subclasses give the device and its memory."""
 
-    option_keys = ("dtype", "flash_threshold", "graphs", "pdl")
+    option_keys: ClassVar[tuple[str, ...]] = ("dtype", "flash_threshold", "graphs", "pdl")
     invariant_ops_class = None
 
     def __init__(

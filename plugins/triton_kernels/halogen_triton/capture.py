@@ -1,6 +1,7 @@
 """Captured decode steps: one CUDA or HIP graph per bucket, inputs updated in place.
 
-All inputs of a bucket lie in one device buffer that one copy from pinned memory fills; then the host
+All inputs of a bucket lie in one device buffer that one copy from pinned memory fills; then the
+host
 makes one launch for the whole step, sampling included. Rows that pad a batch to its bucket are one
 token long and live in the trash block.
 """
@@ -58,7 +59,9 @@ def capture_key(batch: StepBatch, flash_threshold: int) -> CaptureKey | None:
 class StaticInputs:
     """Host and device views of one bucket's inputs, packed into one buffer each."""
 
-    def __init__(self, key: CaptureKey, trash_slot: int, block_size: int, device: torch.device):
+    def __init__(
+        self, key: CaptureKey, trash_slot: int, block_size: int, device: torch.device
+    ) -> None:
         rows = key.rows
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
             "slot_mapping": (np.int64, (rows,)),

@@ -1,7 +1,8 @@
 """The paged KV pool of the Triton backends, and its canonical host form.
 
 One tensor for all layers, [L, N + 1, 2, Hkv, B, D], K before V: a block is contiguous per KV head.
-q8_0 keeps its f16 scales in a second tensor [L, N + 1, 2, Hkv, B, D / 32], so that codes stay aligned.
+q8_0 keeps its f16 scales in a second tensor [L, N + 1, 2, Hkv, B, D / 32], so that codes stay
+aligned.
 Block N is the trash block: padding rows of a captured step write there.
 """
 

@@ -1,6 +1,7 @@
 """Launch shapes as data: tiles and compiler options per kernel, arch and class of shape.
 
-Tables are JSON files in `tables/`, one per arch: kernel -> list of rules, first match wins. A rule has
+Tables are JSON files in `tables/`, one per arch: kernel -> list of rules, first match wins. A
+rule has
 upper bounds (`n`, `k`, `m`, `d`) and a launch. `source` says where the numbers come from.
 """
 
@@ -52,7 +53,8 @@ class Rule:
     launch: Launch
     bounds: Mapping[str, int] = attrs.field(factory=dict)
     programs: int = 0
-    """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill kernel
+    """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill
+    kernel
     serves decoding sequences too (the decode kernel would spill)."""
     library: bool = False
     """The vendor's library does better (for planes: even after dequantising them)."""

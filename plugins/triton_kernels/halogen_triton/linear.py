@@ -32,7 +32,8 @@ class Stacked:
 
 
 Weight = Tensor | Planes | Stacked
-"""Dense [N, K], planes, or several of them; with an expert axis in front where experts are meant."""
+"""Dense [N, K], planes, or several of them; with an expert axis in front where experts are
+meant."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -61,15 +62,16 @@ def linear(
 ) -> Tensor:
     """X [T, K] times weight [N, K] transposed, plus bias: [T, N].
 
-    With `activation` (see `pointwise_kernels.gated`; one row only) the weight is gate over up and the
+    With `activation` (see `pointwise_kernels.gated`; one row only) the weight is gate over up
+    and the
     result [T, N / 2].
     """
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
-    if rows > 1 and not isinstance(weight, Stacked) and out_dtype in (None, x.dtype):
-        if tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
-            return _library(x, weight, bias)
+    plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked)
+    if plain and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
+        return _library(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
     if rows:
         assert not activation or (rows == 1 and not isinstance(weight, Stacked))
@@ -93,7 +95,8 @@ def _into(
         _gemv(x, weight, tuning, bias, activation, y)
         return
     rule = tuning.rule(_gemm_kind(weight), m=rows, n=n, k=x.shape[1])
-    if rule.library:
+    # the library rounds to the type of x; where more is asked for, our kernel keeps float32
+    if rule.library and y.dtype == x.dtype:
         y.copy_(_library(x, weight, bias))
         return
     launch = rule.launch
@@ -114,13 +117,17 @@ def _library(x: Tensor, weight: Tensor | Planes, bias: Tensor | None) -> Tensor:
 
 
 def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -> Tensor:
-    """A row per (token, choice) pair: x [T, K] through its expert of weight [E, N, K]: [pairs, N]."""
+    """A row per (token, choice) pair: x [T, K] through its expert of weight [E, N, K]: [pairs,
+    N].
+    """
     n, k = weight.shape[-2:]
     y = torch.empty(rows.pairs, n, dtype=x.dtype, device=x.device)
     start = 0
     for part in weight.parts if isinstance(weight, Stacked) else (weight,):
         n = part.shape[-2]
-        launch = attrs.evolve(tuning.launch(_gemm_kind(part), m=rows.block_m, n=n, k=k), block_m=rows.block_m)
+        launch = attrs.evolve(
+            tuning.launch(_gemm_kind(part), m=rows.block_m, n=n, k=k), block_m=rows.block_m
+        )
         grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
         _gemm(x, part, launch, None, y[:, start : start + n], grid, rows)
         start += n

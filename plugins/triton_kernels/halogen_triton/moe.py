@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from halogen_core.spi import MoESpec
+from halogen_core.spi import MoESpec, UnsupportedOp
 from halogen_triton.linear import ExpertRows
 
 _FEW = 64
@@ -15,7 +15,15 @@ _TILE = 16
 
 
 def route(logits: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] int32 and their weights [T, k] float32; ties go to the lower expert."""
+    """Experts [T, k] int32 and their weights [T, k] float32; ties go to the lower expert.
+
+    Raises `UnsupportedOp` for a routing that `supports` denies.
+    """
+    if not 1 <= spec.top_k <= spec.num_experts or spec.gating not in ("softmax", "sigmoid"):
+        raise UnsupportedOp(
+            f"routing takes {spec.top_k} of {spec.num_experts} experts by `{spec.gating}`; allowed "
+            "are 1 to all of them by softmax or sigmoid"
+        )
     logits = logits.float()
     scores = logits.sigmoid() if spec.gating == "sigmoid" else logits.softmax(-1)
     # a stable sort, because topk leaves the order of equals open

@@ -2,12 +2,16 @@
 
 A GGUF block interleaves scales and codes, so its loads neither align nor vectorise. Here codes and
 scales lie apart. Codes of 32 elements are 16 bytes: nibble i of word w holds element 4 i + w, so a
-thread's 16-byte load is one block and belongs to one scale. A fifth bit lies in a plane of 32 bits per
-block, the upper two bits of six in one of 64 (element order). Everything is a regrouping of bits, so
+thread's 16-byte load is one block and belongs to one scale. A fifth bit lies in a plane of 32
+bits per
+block, the upper two bits of six in one of 64 (element order). Everything is a regrouping of
+bits, so
 `dequantise` returns exactly what ggml computes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -184,11 +188,11 @@ def _halves(qs: Tensor) -> Tensor:
     return torch.cat([qs & 15, qs >> 4], -1)
 
 
-def _codes_4(at: int):  # type: ignore[no-untyped-def]
+def _codes_4(at: int) -> Callable[[Tensor], Tensor]:
     return lambda blocks: _halves(blocks[..., at:])
 
 
-def _codes_5(at: int):  # type: ignore[no-untyped-def]
+def _codes_5(at: int) -> Callable[[Tensor], Tensor]:
     def codes(blocks: Tensor) -> Tensor:
         bits = blocks[..., at : at + 4].contiguous().view(torch.int32)
         shifts = torch.arange(32, device=bits.device, dtype=torch.int32)

@@ -25,7 +25,9 @@ class DrawTensors:
 
 
 def is_plain(batch: SamplingBatch) -> bool:
-    """Whether the kernel alone does it: no penalties, bias, mask, forced tokens, log-probabilities."""
+    """Whether the kernel alone does it: no penalties, bias, mask, forced tokens,
+    log-probabilities.
+    """
     return (
         batch.num_logprobs < 0
         and not batch.history_ids.size

@@ -1,6 +1,7 @@
 """The launches we ship, as calls of the host wrappers on meta tensors (nothing is allocated).
 
-Shapes are those of real models: Qwen2.5-7B (28/4 heads of 128), SmolLM2 (9/3 of 64), Gemma 3 (4/1 of
+Shapes are those of real models: Qwen2.5-7B (28/4 heads of 128), SmolLM2 (9/3 of 64), Gemma 3
+(4/1 of
 256), Qwen3-30B-A3B's experts. A case's name is op, format and shape.
 """
 
@@ -100,10 +101,7 @@ def meta_planes(name: str, *shape: int) -> Planes:
     """Planes of a format without storage."""
     fmt, (*lead, k) = PLANE_FORMATS[name], shape
     half = torch.float16
-    if fmt.index == 5:
-        codes = _meta(*lead, k, dtype=torch.int8)
-    else:
-        codes = _ints(*lead, k // 8)
+    codes = _meta(*lead, k, dtype=torch.int8) if fmt.index == 5 else _ints(*lead, k // 8)
     kinds = {
         1: _meta(*lead, k // 32, dtype=half),
         2: _meta(*lead, k // 16, dtype=half),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from halogen_core.engine.batch import BatchItem, build_step
 from halogen_core.engine.protocol import SamplingParams
@@ -84,8 +83,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("flash", ["0", "1000"])
+QUICK = {("llama mixed", "0"), ("moe", "1000")}
+EVERY = [
+    pytest.param(name, flash, marks=() if (name, flash) in QUICK else pytest.mark.slow)
+    for name in MODELS
+    for flash in ("0", "1000")
+]
+
+
+@pytest.mark.parametrize(("name", "flash"), EVERY)
 def test_logits_of_mixed_steps(name, flash):
     own = open_runner(triton_backend(flash_threshold=flash), MODELS[name])
     plain = open_runner(
@@ -97,14 +103,19 @@ def test_logits_of_mixed_steps(name, flash):
         assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "q8_0", "f8_e5m2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kv_dtype", ["q8_0", pytest.param("f16", marks=SLOW), pytest.param("f8_e5m2", marks=SLOW)]
+)
 def test_kv_blocks_travel_in_canonical_form(kv_dtype):
     checkpoint = tiny(head_dim=32)
     own = open_runner(triton_backend(), checkpoint, kv_dtype)
     plain = open_runner(
         TorchBackend(BackendOptions(extra={"dtype": "f32"}), name="torch"), checkpoint, kv_dtype
     )
-    first, *rest = steps()
+    first, *_ = steps()
     for runner in (own, plain):
         runner.logits(build_step(first, 16).batch)
     blocks = own.backend.kv_export(own.kv, [7, 2])
@@ -139,4 +150,3 @@ def test_every_op_is_native_or_says_why():
     fallbacks = {op for op, p in placements.items() if p.level != "native"}
     assert fallbacks == {"add", "select_rows"}
     assert all(placements[op].reasons for op in fallbacks)
-    torch.manual_seed(0)

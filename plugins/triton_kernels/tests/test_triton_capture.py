@@ -33,7 +33,12 @@ def decoding(runner, *, rows, params=None):
     return steps[1]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9)])
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), pytest.param(SAMPLED, marks=pytest.mark.slow)]
+)
 def test_padded_static_inputs_give_the_eager_tokens(params):
     runner = open_runner(triton_backend(), MODELS["qwen2 f32"])
     batch = decoding(runner, rows=3, params=params)

@@ -137,4 +137,7 @@ def test_the_vendors_library_gives_the_same(name):
     table = attrs.evolve(TINY, rules={**TINY.rules, kind: (rule,)})
     x, bias = normal(5, k), normal(20, seed=3)
     near(linear(x, w, table, bias=bias), x.double() @ w64.T + bias.double())
-    assert linear(x, w, table, out_dtype=torch.float64).dtype == torch.float64
+    # more precision than the library gives comes from our own kernel
+    wide = linear(x.half(), w if name else w.half(), table, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert not torch.equal(wide, wide.half().float())

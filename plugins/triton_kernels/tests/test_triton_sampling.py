@@ -61,7 +61,7 @@ def test_greedy_takes_the_lowest_of_equals():
     assert pick(logits, temperature=0.0)[0] == [0, 17]
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.3, 0.77, 0.999])
+@pytest.mark.parametrize("uniform", [0.0, 0.77])
 @pytest.mark.parametrize(
     "fields",
     [
