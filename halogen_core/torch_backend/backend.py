@@ -86,7 +86,9 @@ class TorchBackend:
             WeakValueDictionary()
         )
         self._ops = self._make_ops()
-        self._claims_invariance = self.invariant and claim_holds(self._ops, self.device)
+        # on an accelerator (H200) one of ten tiny models differed, so the claim is the host's alone
+        host = self.device.type == "cpu"
+        self._claims_invariance = self.invariant and host and claim_holds(self._ops, self.device)
 
     # -- identity
 
@@ -109,7 +111,7 @@ class TorchBackend:
             weight_formats=kinds,
             kv_dtypes=(own, *(kind for kind in KV_ROW_BYTES if kind != own)),
             kv_block_sizes=(16, 32, 64, 8, 128),
-            deterministic=self.device.type == "cpu" or self.invariant,
+            deterministic=self.device.type == "cpu",
             batch_invariant=self._claims_invariance,
             unified_memory=self.device.type == "cpu",
         )

@@ -8,6 +8,9 @@ positions over fixed tiles of keys, so that neither chunking nor padding changes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
+
 import attrs
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi.memory import KVCache
-from halogen_core.spi.operations import Activation, AttentionSpec, PackedWeight
+from halogen_core.spi.operations import Activation, AttentionSpec, PackedWeight, WeightRole
 from halogen_core.spi.step import StepMeta
 from halogen_core.torch_backend.kv import decode, torch_kv
 from halogen_core.torch_backend.ops import TorchOps
@@ -76,20 +79,38 @@ class InvariantTorchOps(TorchOps):
 
 
 def claim_holds(ops: TorchOps, device: torch.device) -> bool:
-    """Whether rows are independent on this machine too: a few milliseconds of products and acts.
+    """Whether rows are independent on this machine too: a few milliseconds of what ops are made of.
 
-    Libraries choose kernels by processor: what was tested elsewhere is checked before it is said.
+    Libraries choose kernels by processor and by shape (cuBLAS: by batch count too), so what was
+    tested elsewhere is checked before it is said.
     """
-    for inner, outer in ((64, 96), (63, 257), (576, 64)):
-        numbers = torch.arange(11 * inner + outer * inner, dtype=torch.float32, device=device)
-        values = torch.sin(numbers * 1.7).to(ops.dtype)
-        x, weight = values[: 11 * inner].view(11, inner), values[11 * inner :].view(outer, inner)
-        whole = ops.gated_act(ops.matmul(x, weight).repeat(1, 2), Activation.SILU)
-        for start, end in ((0, 1), (3, 4), (2, 9), (1, 11)):
-            part = ops.matmul(x[start:end].clone(), weight).repeat(1, 2)
-            if not torch.equal(ops.gated_act(part, Activation.SILU), whole[start:end]):
-                return False
-    return True
+    numbers = torch.sin(torch.arange(1 << 16, dtype=torch.float32, device=device) * 1.7)
+
+    def same(function: Callable[[Tensor], Tensor], *shape: int) -> bool:
+        values = numbers[: prod(shape)].view(shape)
+        whole = function(values)
+        parts = ((0, 1), (3, 4), (2, 9), (1, shape[0]))
+        return all(torch.equal(function(values[a:b].clone()), whole[a:b]) for a, b in parts)
+
+    def product(x: Tensor) -> Tensor:
+        weight = numbers[: 96 * x.shape[1]].view(96, -1).to(ops.dtype)
+        return ops.gated_act(ops.matmul(x.to(ops.dtype), weight), Activation.SILU)
+
+    return (
+        all(same(product, 11, inner) for inner in (64, 63, 576))
+        and all(same(lambda x: _normed(x, ops), 11, *rest) for rest in ((576,), (1, 16), (4, 64)))
+        and same(lambda q: torch.bmm(q, q.transpose(1, 2)), 11, 16, 64)
+        and same(lambda w: torch.bmm(w, w.transpose(1, 2)), 11, 16, _KEYS)
+        and same(lambda w: w.exp().sum(-1, keepdim=True), 11, 16, _KEYS)
+    )
+
+
+def _normed(x: Tensor, ops: TorchOps) -> Tensor:
+    ones = torch.ones(x.shape[-1], device=x.device)
+    weight: PackedWeight[Tensor] = PackedWeight(
+        payload=ones, shape=(len(ones),), nbytes=0, format_id="", role=WeightRole.NORM
+    )
+    return ops.rms_norm(x, weight, eps=1e-6)
 
 
 @attrs.frozen(eq=False)
