@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def probe(context: ProbeContext) -> ProbeResult:
     if not torch.cuda.is_available():
         return ProbeResult(score=0, reasons=(driver_reason("/", torch.version.cuda),))
     try:
-        import triton  # noqa: F401
+        import_module("triton")
     except ImportError as exc:
         return refused("no_triton", f"triton cannot be imported: {exc}", "pip install triton")
     return devices(torch, context)

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from halogen_triton import attention_kernels as kernels
+from halogen_triton import attention_decode_kernels, attention_kernels
 from halogen_triton.interpreter import repair
 from halogen_triton.launch import Launch
 
@@ -124,7 +124,7 @@ def _prefill(
     block_m = max(plan.prefill.block_m, triton.next_power_of_2(group))
     num = len(sequences.seq_lens)
     grid = (triton.cdiv(sequences.num_tokens, block_m // group) + num, shape.num_kv_heads)
-    kernels.prefill[grid](
+    attention_kernels.prefill[grid](
         q,
         *kv.pointers(),
         sequences.tables,
@@ -169,7 +169,7 @@ def _decode(
         rows = programs * 2 * block_m
         partial = torch.empty(rows, constants["D_PAD"], dtype=torch.float32, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    kernels.decode[(programs,)](
+    attention_decode_kernels.decode[(programs,)](
         q,
         *kv.pointers(),
         sequences.tables,
@@ -199,7 +199,7 @@ def _decode(
     if sequences.flash:
         # most of the time one (sequence, head) is shared by about this many programs
         parts = min(64, triton.next_power_of_2(programs // (num * shape.num_kv_heads) + 2))
-        kernels.decode_reduce[(num, shape.num_heads * plan.max_decode)](
+        attention_decode_kernels.decode_reduce[(num, shape.num_heads * plan.max_decode)](
             sequences.seq_lens,
             sequences.starts,
             out if sinks is None else sinks,

@@ -150,3 +150,16 @@ def test_every_op_is_native_or_says_why():
     fallbacks = {op for op, p in placements.items() if p.level != "native"}
     assert fallbacks == {"add", "select_rows"}
     assert all(placements[op].reasons for op in fallbacks)
+
+
+def test_impossible_routings_are_refused_as_supports_says():
+    import torch
+
+    from halogen_core.spi import MoESpec, OpSignature, UnsupportedOp
+    from halogen_triton.moe import route
+
+    spec = MoESpec(num_experts=4, top_k=5)
+    denied = triton_backend().supports(OpSignature(op="moe", moe=spec))
+    assert denied.level == "no"
+    with pytest.raises(UnsupportedOp, match="5 of 4 experts"):
+        route(torch.zeros(1, 4), spec)

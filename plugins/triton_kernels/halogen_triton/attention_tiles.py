@@ -1,0 +1,187 @@
+# ruff: noqa: E501, ANN001, ANN201, N803, PLR0913, PLR0917, RET505, SIM108
+# Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
+"""What prefill and decode share: reading tiles of the paged cache, the online softmax, the end."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NATIVE = tl.constexpr(0)
+Q8_0 = tl.constexpr(1)
+E5M2 = tl.constexpr(2)
+
+
+@triton.jit
+def kv_tile(
+    data,
+    scales,
+    rows,
+    inside,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BN: tl.constexpr,
+    STORE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Cache `rows` [BN] (in units of D) in `dtype`: [D_PAD, BN] with KEYS, else [BN, D_PAD]."""
+    d = tl.arange(0, D_PAD)
+    if KEYS:
+        at = rows[None, :] * D + d[:, None]
+        mask = inside[None, :] & (d < D)[:, None]
+    else:
+        at = rows[:, None] * D + d[None, :]
+        mask = inside[:, None] & (d < D)[None, :]
+    if MASKED or D != D_PAD:
+        x = tl.load(data + at, mask=mask, other=0)
+    else:
+        x = tl.load(data + at)
+    if STORE == NATIVE:
+        return x.to(dtype)
+    elif STORE == Q8_0:
+        # one load per scale, spread over its 32 elements
+        g = tl.arange(0, D_PAD // 32)
+        if KEYS:
+            at = rows[None, :] * (D // 32) + g[:, None]
+            s = tl.load(scales + at, mask=inside[None, :] & (g < D // 32)[:, None], other=0.0)
+            s = tl.broadcast_to(s[:, None, :], [D_PAD // 32, 32, BN]).reshape(D_PAD, BN)
+        else:
+            at = rows[:, None] * (D // 32) + g[None, :]
+            s = tl.load(scales + at, mask=inside[:, None] & (g < D // 32)[None, :], other=0.0)
+            s = tl.broadcast_to(s[:, :, None], [BN, D_PAD // 32, 32]).reshape(BN, D_PAD)
+        if dtype == tl.float32:
+            return x.to(tl.float32) * s.to(tl.float32)
+        else:
+            # in f16: half the registers, and its rounding is below that of bf16
+            return (x.to(tl.float16) * s).to(dtype)
+    else:
+        # e5m2 is the upper byte of an f16
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def rows_of_keys(
+    table, n0, n, inside, head, HKV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr
+):
+    """Row index [BN] into [N * 2 * Hkv * B] of keys n0 + n of one KV head."""
+    if PAGE % BN == 0:
+        block = tl.load(table + n0 // PAGE).to(tl.int64)
+        return (block * (2 * HKV) + head) * PAGE + n0 % PAGE + n
+    else:
+        block = tl.load(table + (n0 + n) // PAGE, mask=inside, other=0).to(tl.int64)
+        return (block * (2 * HKV) + head) * PAGE + (n0 + n) % PAGE
+
+
+@triton.jit
+def attend(
+    acc,
+    m_i,
+    l_i,
+    q,
+    k,
+    ks,
+    v,
+    vs,
+    table,
+    n0,
+    end,
+    head,
+    positions,
+    qk_scale,
+    softcap,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One tile of BN keys from n0: new (acc, m_i, l_i). Scores are in log2 units."""
+    n = tl.arange(0, BN)
+    inside = n0 + n < end
+    rows = rows_of_keys(table, n0, n, inside, head, HKV, PAGE, BN)
+    kt = kv_tile(k, ks, rows, inside, D, D_PAD, BN, STORE, True, MASKED, q.dtype)
+    s = tl.dot(q, kt, input_precision="ieee")
+    if SOFTCAP:
+        s = s * (qk_scale / softcap)
+        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
+    else:
+        s = s * (qk_scale * LOG2E)
+    if MASKED:
+        keys = (n0 + n)[None, :]
+        seen = (keys <= positions[:, None]) & inside[None, :]
+        if WINDOW > 0:
+            seen = seen & (keys > positions[:, None] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    safe = m_new
+    if MASKED:
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - safe[:, None])
+    alpha = tl.exp2(m_i - safe)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    vt = kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
+    acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
+    return acc, m_new, l_i
+
+
+@triton.jit
+def load_q(
+    q,
+    first_row,
+    token,
+    h,
+    valid,
+    q_stride,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Query rows [BM, D_PAD]; their type is that of the dot products."""
+    d = tl.arange(0, D_PAD)
+    at = (first_row + token).to(tl.int64) * q_stride + h * D
+    x = tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if STORE != NATIVE and x.dtype == tl.bfloat16:
+        # quantised KV decodes to f16 exactly; bf16 would need a rounding per element
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def finish(
+    acc,
+    m_i,
+    l_i,
+    sinks,
+    h,
+    out,
+    first_row,
+    token,
+    valid,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Normalise and store rows of out [T, Hq D]."""
+    d = tl.arange(0, D_PAD)
+    if SINKS:
+        sink = tl.load(sinks + h, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(m_i, sink)
+        scale = tl.exp2(m_i - top)
+        acc = acc * scale[:, None]
+        l_i = l_i * scale + tl.exp2(sink - top)
+    acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+    at = ((first_row + token).to(tl.int64) * HQ + h) * D
+    tl.store(
+        out + at[:, None] + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=valid[:, None] & (d < D)[None, :],
+    )
