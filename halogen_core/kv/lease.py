@@ -48,3 +48,14 @@ class Match:
     """Of `nodes`, the first that is still inside the attention window."""
     state: object = None
     """Recurrent state at the end of `nodes`, where the model needs one."""
+
+    def whole_blocks(self, block_size: int) -> Match:
+        """The same without the tail, whose copy takes a block more for the moment."""
+        if self.tail is None:
+            return self
+        return attrs.evolve(
+            self,
+            num_tokens=len(self.nodes) * block_size,
+            tail=None,
+            num_idle=self.num_idle - self.tail.is_idle,
+        )

@@ -35,7 +35,7 @@ class Residency:
     num_pin_marks: int = attrs.field(default=0, init=False)
     """Nodes that some session pins, held or not; at most `pin_quota`."""
     num_evictions: int = attrs.field(default=0, init=False)
-    pins: OrderedDict[str, list[Node]] = attrs.field(factory=OrderedDict, init=False)
+    pins: OrderedDict[str, dict[Node, None]] = attrs.field(factory=OrderedDict, init=False)
 
     @property
     def num_available(self) -> int:
@@ -100,9 +100,11 @@ class Residency:
 
         Sessions that were not seen for longest lose their pins to those that were.
         """
-        held = self.pins.setdefault(session, [])
+        held = self.pins.setdefault(session, {})
         self.pins.move_to_end(session)
-        for node in nodes[len(held) :]:
+        for node in nodes:
+            if node in held:
+                continue
             if not node.pinned:
                 while self.num_pin_marks >= self.pin_quota and next(iter(self.pins)) != session:
                     self.unpin_oldest()
@@ -114,7 +116,7 @@ class Residency:
                     self.num_pinned += 1
                     self.policy.discard(node, self.tick)
             node.pinned += 1
-            held.append(node)
+            held[node] = None
 
     def unpin_oldest(self) -> bool:
         """The longest unseen session's blocks may go; False if nothing is pinned."""

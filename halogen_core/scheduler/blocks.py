@@ -27,6 +27,10 @@ class MatchProtocol(Protocol):
     @property
     def num_absent(self) -> int: ...
 
+    def whole_blocks(self, block_size: int) -> MatchProtocol:
+        """The same without what needs a copy."""
+        ...
+
 
 class BlockManagerProtocol(Protocol):
     """Blocks by id; leases and matches are its own records, handed back as they came."""

@@ -15,6 +15,9 @@ from halogen_core.scheduler.blocks import BlockManagerProtocol, MatchProtocol
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.sequence import Sequence, Status
 
+PATIENCE = 16
+"""Steps after which a sequence without room is looked up again."""
+
 
 @attrs.define(eq=False)
 class Residents:
@@ -30,6 +33,8 @@ class Residents:
     live_tokens: int = attrs.field(default=0, init=False)
     """Tokens in the KV cache, kept only under `max_total_tokens`."""
     recomputed_tokens: int = attrs.field(default=0, init=False)
+    _denied: tuple[int, int, int] = attrs.field(default=(-1, 0, 0), init=False)
+    """Who was denied entry last, the blocks available then, and tries left unanswered since."""
 
     def begin_step(self) -> None:
         self.preempted.clear()
@@ -57,7 +62,7 @@ class Residents:
         """Let `seq` in if the blocks of its whole known text are there, cached ones included."""
         blocks = self.blocks
         tokens = seq.max_tokens if self.is_guarded(seq) else seq.num_tokens
-        if self.running and self._over_cap(tokens):
+        if self.running and (self._over_cap(tokens) or self._nothing_changed(seq)):
             return False
         lease = blocks.open(
             seq.seq_id,
@@ -67,8 +72,11 @@ class Residents:
             session=seq.session,
         )
         match = blocks.match(lease, seq.token_ids)
-        if not self._fits(seq, match) or not blocks.adopt(lease, match):
+        if not self._fits(seq, match):
+            match = match.whole_blocks(blocks.block_size)
+        if not self._fits_after_unpinning(seq, match) or not blocks.adopt(lease, match):
             blocks.release(lease)
+            self._denied = (seq.seq_id, blocks.num_available, 0)
             return False
         self._enter(seq, lease, match.num_tokens, now)
         return True
@@ -123,12 +131,28 @@ class Residents:
         """Blocks that `seq` can come to hold."""
         return -(-max(seq.max_tokens, seq.num_tokens) // self.blocks.block_size)
 
+    def _nothing_changed(self, seq: Sequence) -> bool:
+        """Whether `seq` was denied just before and there is no more room now.
+
+        Spares a look-up of its whole prompt in every step; now and then it is looked up all the
+        same, since others may have cached what it begins with.
+        """
+        who, available, tries = self._denied
+        if who != seq.seq_id or self.blocks.num_available > available or tries >= PATIENCE:
+            return False
+        self._denied = (who, available, tries + 1)
+        return True
+
     def _fits(self, seq: Sequence, match: MatchProtocol) -> bool:
         known = -(-seq.num_tokens // self.blocks.block_size)
         total = self._ceiling(seq) if self.is_guarded(seq) else known
         needed = total - len(match.nodes) + match.num_absent + match.num_idle
-        while needed + self._reserve() > self.blocks.num_available:
-            if self.running or not self.blocks.unpin_oldest():  # pins yield only to progress
+        return needed + self._reserve() <= self.blocks.num_available
+
+    def _fits_after_unpinning(self, seq: Sequence, match: MatchProtocol) -> bool:
+        """As `_fits`; pins yield to a sequence that could not run otherwise."""
+        while not self._fits(seq, match):
+            if self.running or not self.blocks.unpin_oldest():
                 return False
         return True
 

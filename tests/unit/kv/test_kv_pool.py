@@ -152,6 +152,15 @@ def test_pins_hold_under_pressure_and_within_the_quota():
     assert breach(pool) is None
 
 
+def test_a_session_that_branches_pins_whole_paths():
+    pool = BlockPool(12, 2, eviction=SessionPriority(), pin_quota=0.5)
+    put(pool, [0] * 10, session="s", priority=1)
+    put(pool, [0, 1, *[0] * 10], session="s", priority=1)
+    lease = pool.open(3)
+    assert pool.grow(lease, 2 * pool.num_available), "all that counts as available can be had"
+    assert hit(pool, [0] * 11) == 10
+
+
 def test_the_longest_unseen_session_loses_its_pins_to_progress():
     pool = BlockPool(8, 4, eviction=SessionPriority(), pin_quota=1.0)
     put(pool, list(range(32)), session="a", priority=1)

@@ -271,3 +271,49 @@ def test_chunks_end_at_checkpoints_of_recurrent_state(drive, sequence):
     driver.scheduler.add(sequence(range(30), checkpoints=(8, 20)))
     counts = [driver.step().items[0].num_tokens for _ in range(3)]
     assert counts == [8, 12, 10]
+
+
+def test_no_place_is_idle_while_somebody_waits(drive, sequence):
+    """A34: what ends in one step is replaced in the next."""
+    driver = drive(512, 4, max_batch=4)
+    for i in range(40):
+        driver.scheduler.add(sequence(range(i, i + 6), 1 + i % 7, arrival=0.0))
+    while driver.scheduler.num_waiting:
+        assert len(driver.step(eos=None).items) == 4
+
+
+def test_the_backends_depth_bounds_a_step(drive, sequence):
+    """A33: a device that takes three sequences gets no more, however much memory is free."""
+    driver = drive(512, 4, max_batch=8, limits=Limits(max_sequences=3, max_tokens=20))
+    for i in range(8):
+        driver.scheduler.add(sequence(range(i, i + 6), 4, arrival=0.0))
+    while driver.scheduler.num_running or driver.scheduler.num_waiting:
+        plan = driver.step(eos=None)
+        assert len(plan.items) <= 3
+        assert plan.num_tokens <= 20
+
+
+def test_slots_lost_to_fragmentation_are_few(drive, sequence):
+    """C5: under 5 % of the slots that running sequences hold are unused."""
+    driver = drive(4096, 16, max_batch=32, max_batch_tokens=4096, max_queue=300)
+    for i in range(60):
+        driver.scheduler.add(sequence(range(i, i + 300 + 7 * i), 12, arrival=0.0))
+    worst = 0.0
+    while driver.scheduler.num_running or driver.scheduler.num_waiting:
+        plan = driver.scheduler.schedule(driver.now)
+        sampled = {item.seq.seq_id: [1] for item in plan.items if item.samples}
+        driver.scheduler.update(plan, sampled, driver.now)
+        if len(driver.scheduler.running) == 32 and not any(n > 1 for _, n, _ in plan.items):
+            worst = max(worst, driver.scheduler.gauges()["kv_fragmentation_ratio"])
+        for item in plan.items:
+            driver.end_if_done(item.seq, None)
+    assert 0 < worst < 0.05
+
+
+def test_a_fresh_pool_gives_neighbouring_blocks(drive, sequence):
+    """B12: block tables are ascending runs while nothing has been evicted."""
+    driver = drive(64, 4)
+    seq = sequence(range(40), 4)
+    driver.scheduler.add(seq)
+    driver.step(eos=None)
+    assert seq.block_table == list(range(10))
