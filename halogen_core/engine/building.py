@@ -25,6 +25,7 @@ from halogen_core.loader import open_model
 from halogen_core.models import Decoder, config_of, kv_spec
 from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, select
 from halogen_core.scheduler.config import SchedulerConfig
+from halogen_core.scheduler.pacing import block_seconds
 from halogen_core.scheduler.policies import scheduling_policy
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.spi import (
@@ -129,13 +130,16 @@ def _block_pool(
     windows = [layer.attention.window for layer in config.layers]
     # a block may go only when no layer looks at it any more
     window = None if None in windows else max(w for w in windows if w is not None)
+    size = mover.kv.layout.spec.block_size
     return BlockPool(
         mover.kv.num_blocks,
-        mover.kv.layout.spec.block_size,
+        size,
         eviction=eviction_policy(options.eviction_policy, policies.eviction),
         prefix_cache=options.prefix_cache,
         rules=ReuseRules(window=window),
-        tiers=Tiers(mover, (host,)) if len(host.rows) else None,
+        tiers=Tiers(mover, (host,), block_seconds(mover.backend.cost, size))
+        if len(host.rows)
+        else None,
     )
 
 
