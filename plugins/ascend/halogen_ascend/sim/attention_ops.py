@@ -16,7 +16,7 @@ from halogen_ascend.sim.tasks import Program
 from halogen_core.spi import AttentionSpec, KVCache, StepBatch
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class AttentionOps(Launcher):
     """`chunk_blocks` KV blocks per task; `composed` counts calls that could not run fused."""
 

@@ -56,7 +56,7 @@ MAX_CONTEXT = 1 << 20
 Step = Callable[[StepMeta[DeviceBuffer]], Sampled[DeviceBuffer]]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class SimBackend:
     """One simulated part, opened. Nothing here is a torch device."""
 

@@ -16,7 +16,7 @@ Packed = PackedWeight[DeviceBuffer]
 Meta = StepMeta[DeviceBuffer]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Launcher:
     """A device and the dtype of activations."""
 

@@ -25,7 +25,7 @@ from halogen_core.spi import (
 )
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class SimOps(AttentionOps):
     """The op table."""
 
