@@ -1,7 +1,10 @@
 """The real models, fetched once per user as `halogen pull` does it, and llama.cpp to compare with."""
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -31,21 +34,22 @@ def gemma3_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_cpp() -> Callable[[Path], httpx.Client]:
-    """llama.cpp (the prebuilt `xllamacpp`) serving a file, one server per file; one thread, float32 KV."""
-    import xllamacpp
+def llama_cpp() -> Iterator[Callable[[Path], httpx.Client]]:
+    """llama.cpp serving a file, one server process per file; one thread, float32 KV."""
+    with ExitStack() as running:
 
-    servers = []
+        @cache
+        def serving(path: Path) -> httpx.Client:
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("llama_cpp_server.py")),
+                str(path),
+            ]
+            server = running.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            running.callback(server.kill)
+            address = server.stdout.readline().strip()
+            return running.enter_context(httpx.Client(base_url=address, timeout=120))
 
-    @cache
-    def serving(path: Path) -> httpx.Client:
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel = 1024, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.warmup, params.verbosity = False, -1
-        servers.append(xllamacpp.Server(params))
-        return httpx.Client(base_url=servers[-1].listening_address, timeout=120)
-
-    return serving
+        yield serving
