@@ -1,11 +1,13 @@
 """`halogen run` as users type it, on a real model."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 
@@ -145,6 +147,15 @@ class Terminal:
                     break
         return self.seen[start:]
 
+    def interrupt(self):
+        """Ctrl-C; a random model may have ended its answer just before, so that the prompt gets
+        it, and readline may miss one that comes while it draws the prompt."""
+        for _ in range(5):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                return self.read_until(r"(\[stopped\]|Ctrl-D leaves)[\s\S]*\n> ", seconds=8)
+        raise AssertionError(self.seen)
+
     def type(self, text):
         os.write(self.fd, text.encode())
 
@@ -159,13 +170,23 @@ class Terminal:
         return os.waitstatus_to_exitcode(done[1])
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(tiny_path, tmp_path):
+@pytest.fixture
+def terminal(tiny_path, tmp_path):
     terminal = Terminal(tiny_path, tmp_path, "--greedy", "--max-tokens", "900")
+    yield terminal
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(terminal.pid, signal.SIGKILL)
+        os.waitpid(terminal.pid, 0)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     terminal.read_until(r"> ")
-    terminal.type("first question\n")
-    terminal.read_until(r"first question\r\n[\s\S]{20}")
-    terminal.type("\x03")
-    terminal.read_until(r"\[stopped\][\s\S]*> ")
-    terminal.type("second question\n")
-    terminal.read_until(r"second question\r\n[\s\S]{5,}\n> ")
+    stopped = 0
+    for question in ("first", "second", "third", "fourth", "fifth", "sixth"):
+        terminal.type(question + "\n")
+        terminal.read_until(question + r"\r\n[\s\S]{5}")
+        stopped += "[stopped]" in terminal.interrupt()
+        if stopped == 2:
+            break
+    assert stopped == 2, terminal.seen
     assert terminal.leave() == 0
