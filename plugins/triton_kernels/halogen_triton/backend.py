@@ -20,6 +20,8 @@ from halogen_core.spi import (
     KVLayout,
     KVSpec,
     Limits,
+    MemoryPlan,
+    MemoryRequest,
     OpSignature,
     PackedWeight,
     QuantTensor,
@@ -38,6 +40,9 @@ from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked
 from halogen_triton.ops import TritonOps
 from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise, repack
+
+GRAPH_BYTES = 512 << 20
+"""Set aside for captured steps: their shared pool holds one step of the largest bucket."""
 
 
 class TritonBackend(TorchBackend):
@@ -96,6 +101,11 @@ class TritonBackend(TorchBackend):
         if reasons:
             return Support(level=SupportLevel.NO, reasons=tuple(reasons))
         return super().supports(signature)
+
+    def plan(self, request: MemoryRequest) -> MemoryPlan:
+        if self._graphs:
+            request = attrs.evolve(request, graph_bytes=max(request.graph_bytes, GRAPH_BYTES))
+        return super().plan(request)
 
     # -- weights
 

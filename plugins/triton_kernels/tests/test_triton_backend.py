@@ -12,8 +12,8 @@ from halogen_core.engine.protocol import SamplingParams
 from halogen_core.engine.runner import Runner
 from halogen_core.engine.sampler import RowSampler
 from halogen_core.models import Decoder, config_of
-from halogen_core.spi import BackendOptions, KVSpec, TorchBackend, WeightRole
-from halogen_triton.backend import TritonBackend
+from halogen_core.spi import BackendOptions, KVSpec, MemoryRequest, TorchBackend, WeightRole
+from halogen_triton.backend import GRAPH_BYTES, TritonBackend
 from halogen_triton.launch import Launch, Rule, Tuning
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -163,3 +163,16 @@ def test_impossible_routings_are_refused_as_supports_says():
     assert denied.level == "no"
     with pytest.raises(UnsupportedOp, match="5 of 4 experts"):
         route(torch.zeros(1, 4), spec)
+
+
+def test_captured_steps_are_in_the_plan():
+    backend = triton_backend()
+    layout = backend.kv_layout(KVSpec(num_layers=1, num_kv_heads=1, head_dim=16))
+    request = MemoryRequest(static_bytes=0, temp_bytes=0, kv_layout=layout, kv_bytes=1 << 20)
+
+    def graph_bytes():
+        return {pool.name: pool.bytes for pool in backend.plan(request).pools}["graph"]
+
+    before = graph_bytes()
+    backend._graphs = True
+    assert (before, graph_bytes()) == (0, GRAPH_BYTES)
