@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["benchmarks/gpu/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
