@@ -144,17 +144,18 @@ def attention(
 # ---------------------------------------------------------------- mixture of experts
 
 
-def moe(tape: Tape, x: Node, weights: list[Node], spec: MoESpec) -> Node:
-    """Route, gather the experts' products, weight and sum."""
-    router, gate_up, down = weights
+def moe(tape: Tape, x: Node, router: Node, gate_up: list[Node], down: Node, spec: MoESpec) -> Node:
+    """Route, gather the experts' products, weight and sum; `gate_up` is one stack or two."""
     t, h = x.shape
-    k = spec.top_k
+    k, f = spec.top_k, down.shape[2]
     ids, share = _route(tape, x, router, spec)
-    f = gate_up.shape[1] // 2
     rows = tape.view(x, (h, 1, t), (h * 4, h * 4))
-    both = tape.op("mul_mat_id", gate_up, rows, ids, shape=(t, k, 2 * f))
-    flat = tape.view(both, (2 * f, k * t), (2 * f * 4,))
-    gate, up = columns(tape, flat, (f, f))
+    products = []
+    for experts in gate_up:
+        n = experts.shape[1]
+        product = tape.op("mul_mat_id", experts, rows, ids, shape=(t, k, n))
+        products.append(tape.view(product, (n, k * t), (n * 4,)))
+    gate, up = products if len(products) == 2 else columns(tape, products[0], (f, f))
     hidden = gated(tape, gate, up, spec.activation)
     hidden = tape.view(hidden, (f, k, t), (f * 4, k * f * 4))
     out = tape.op("mul_mat_id", down, hidden, ids, shape=(t, k, h))

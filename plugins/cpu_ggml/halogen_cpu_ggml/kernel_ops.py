@@ -295,4 +295,3 @@ class KernelOps(GgmlOps):
         if self.recorder.current is not None:
             return Sampled(token_ids=picker.ids)
         return sampled_nodes(picker.result(inputs.sampling))
-

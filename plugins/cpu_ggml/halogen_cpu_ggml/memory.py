@@ -43,7 +43,8 @@ def divide(request: MemoryRequest, tier: MemoryTier, held: int = 0) -> MemoryPla
     coming = max(0, request.static_bytes - held)
     left = tier.free - coming - fixed
     kv_bytes = request.kv_bytes if request.kv_bytes is not None else int(left * request.kv_ratio)
-    blocks = max(0, min(kv_bytes, left)) // block
+    # an exact pool is given whole or not at all
+    blocks = kv_bytes // block if 0 <= kv_bytes <= left else 0
     if request.max_blocks is not None:
         blocks = min(blocks, request.max_blocks)
     reasons = (

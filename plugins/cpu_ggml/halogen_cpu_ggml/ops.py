@@ -140,8 +140,9 @@ class GgmlOps:
         if x.shape[0] == 0:
             return empty_like(x.shape)
         with self.recorder.tape() as tape:
-            weights = [weight_tensor(tape, payload(w).parts[0]) for w in (router, gate_up, down)]
-            out = composed.moe(tape, joined(tape, x), weights, spec)
+            one, two = (weight_tensor(tape, payload(w).parts[0]) for w in (router, down))
+            stacks = [weight_tensor(tape, p) for p in payload(gate_up).parts]
+            out = composed.moe(tape, joined(tape, x), one, stacks, two, spec)
             out.rows = x.rows
         return out
 
