@@ -5,7 +5,6 @@ Ids only, no tensors and no device. At every step free + active + cached + pinne
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from halogen_core.kv.node import NOWHERE, Node
 from halogen_core.kv.residency import Residency
 from halogen_core.kv.tiers import Tiers
 from halogen_core.kv.tree import PrefixTree, ReuseRules, pack_tokens
-
-log = logging.getLogger(__name__)
 
 
 @attrs.frozen

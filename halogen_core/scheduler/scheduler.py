@@ -134,10 +134,8 @@ class Scheduler:
         self._deadlines.expired.clear()
         for seq in self._deadlines.waited_too_long(self.waiting.values(), now):
             self.finish(seq)
-        lane = self._lanes.next(
-            normal=self._has_work(Lane.NORMAL),
-            long=self._has_work(Lane.LONG),
-        )
+        normal, long = self._has_work(Lane.NORMAL), self._has_work(Lane.LONG)
+        lane = self._lanes.next(normal=normal, long=long)
         items, wait = self._long_step(now) if lane is Lane.LONG else self._normal_step(now)
         for seq in self._residents.preempted:
             self.waiting[seq.lane].push(seq)
