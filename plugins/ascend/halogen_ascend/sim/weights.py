@@ -11,6 +11,7 @@ import torch
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import TORCH, SimDevice
 from halogen_ascend.sim.nz import ROWS, c0, from_nz, nz_shape, to_nz
+from halogen_ascend.sim.tasks import split
 from halogen_ascend.weights.dequantize import INT8_FORMATS, dequantize, int8_parts
 from halogen_core.spi import ConfigError, PackedWeight, QuantTensor, WeightRole
 
@@ -49,6 +50,12 @@ class Weight:
         size = {"f32": 4, "i8": 1}.get(self.buffer.dtype, 2)
         unit = c0(size)
         return -(-(n1 - n0) // unit) * unit * (-(-self.k // ROWS) * ROWS) * size
+
+    def decoded(self) -> Weight:
+        """Itself, with every tile's host copy made: a first use is then no slower than others."""
+        for n0, n1 in split(self.n, self.device.part.cube_cores, self.column_unit):
+            self.tile(n0, n1)
+        return self
 
     def tile(self, n0: int, n1: int) -> torch.Tensor:
         """Columns n0 to n1 as [K, n1 - n0] float32; the host keeps a decoded copy, HBM does not."""
@@ -163,7 +170,7 @@ def _pack(
 def _plain(device: SimDevice, values: torch.Tensor, compute: str) -> Weight:
     n, k = values.shape
     tiles = to_nz(values.T.to(TORCH[compute]))
-    return Weight(device, _store(device, tiles, compute, layout="nz"), n, k)
+    return Weight(device, _store(device, tiles, compute, layout="nz"), n, k).decoded()
 
 
 def _int8(
@@ -175,7 +182,7 @@ def _int8(
     assert nz_shape(k, n, 1)[3] == c0(1)
     buffer = _store(device, to_nz(values.T), "i8", layout="nz")
     scale = _store(device, torch.cat([s for _, s in pairs]), "f32")
-    return Weight(device, buffer, n, k, scheme, scale), (n, k), f"nz-{scheme}"
+    return Weight(device, buffer, n, k, scheme, scale).decoded(), (n, k), f"nz-{scheme}"
 
 
 def _store(
