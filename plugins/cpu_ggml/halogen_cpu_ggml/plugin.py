@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from halogen_core.spi import (
     BackendSpec,
     BackendUnavailable,
+    ConformanceExtras,
     DeviceInfo,
     DoctorContext,
     Finding,
@@ -65,3 +66,12 @@ def halogen_doctor_checks(context: DoctorContext) -> Iterable[Finding]:
         for r in report.reasons
     ]
     return [fine, *lacks]
+
+
+@hookimpl
+def halogen_conformance() -> list[ConformanceExtras]:
+    reason = (
+        "activations are rounded to 8 bits per 32 before quantised weights: 0.135 of the row's rms "
+        "on this tiny model where 0.1 is allowed (ggml's own matmul: 0.192)"
+    )
+    return [ConformanceExtras(declared_gaps={"L3/formats/Q6_K": reason})]
