@@ -62,7 +62,8 @@ class GgmlBackend:
         self.team = Team.start(self.lib, settings.threads, pinned=settings.pinned)
         self.recorder = Recorder(self.lib, self.team)
         self.arena = SharedArena(WORKSPACE_LIMIT)
-        self.mode: Mode = KernelMode.open(settings, self.recorder) or GgmlMode(self.recorder)
+        kernel_mode = KernelMode.open(settings, self.recorder)
+        self.mode: Mode = GgmlMode(self.recorder) if kernel_mode is None else kernel_mode
         self.costs = CostModel()
         self.tally: dict[str, float] = {"captures": 0, "replays": 0}
         self.captured: list[Captured] = []

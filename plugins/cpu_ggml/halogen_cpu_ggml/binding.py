@@ -176,7 +176,7 @@ def _functions(directory: Path) -> dict[str, Any]:
     base = C.CDLL(str(directory / "libggml-base.so"), mode=C.RTLD_GLOBAL)
     cpu = C.CDLL(str(directory / "libggml-cpu.so"))
     fn: dict[str, Any] = {}
-    special = {
+    special: dict[str, tuple[C.CDLL, Any, list[Any]]] = {
         "init": (base, _P, [InitParams]),
         "graph_plan": (cpu, Plan, [_P, _I, _P]),
         "graph_compute": (cpu, _I, [_P, C.POINTER(Plan)]),

@@ -147,9 +147,9 @@ class KernelOps(GgmlOps):
     def _packed(self, tape: Tape, x: Node, fmt: str) -> Node:
         """X in panels of floats or 8-bit blocks; written by its producer if that can."""
         form = "f32" if fmt in native.FLOAT_FORMATS else "q8"
-        key = (form, id(tape))
-        if key in x.packed:
-            return x.packed[key]
+        made = x.packed.get(form)
+        if made is not None and made.tape is tape:
+            return made
         t, k = x.shape
         size = t * k * 4
         if form == "q8":
@@ -165,7 +165,7 @@ class KernelOps(GgmlOps):
             tape.custom(
                 kernel, params, shape=(1,), reads={"x": x}, writes={"out": pack}, out="unused"
             )
-        x.packed[key] = pack
+        x.packed[form] = pack
         return pack
 
     # -- attention

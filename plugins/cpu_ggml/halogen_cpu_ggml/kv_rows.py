@@ -33,7 +33,7 @@ class RowPool:
     @property
     def reserved_slot(self) -> int:
         """First slot of the reserved block."""
-        return (self.data.shape[2] - RESERVED_BLOCKS) * self.layout.spec.block_size
+        return int(self.data.shape[2] - RESERVED_BLOCKS) * self.layout.spec.block_size
 
     def tensor(self, tape: Tape, layer: int, side: int) -> Node:
         """All slots of one layer's K (side 0) or V (1) as a ggml matrix."""

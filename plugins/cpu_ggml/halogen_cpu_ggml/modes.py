@@ -39,9 +39,12 @@ Q8_BLOCK = 32
 class Mode(Protocol):
     """What differs between the two."""
 
-    ops: GgmlOps
-    gathers: bool
-    """Attention gathers KV rows, so graphs depend on the KV length."""
+    @property
+    def ops(self) -> GgmlOps: ...
+    @property
+    def gathers(self) -> bool:
+        """Attention gathers KV rows, so graphs depend on the KV length."""
+        ...
 
     def capabilities(self, settings: Settings, lib: Library) -> Capabilities: ...
     def supports(self, signature: OpSignature) -> Support: ...

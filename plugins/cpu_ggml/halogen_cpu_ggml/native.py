@@ -196,5 +196,7 @@ def _library() -> C.CDLL | None:
 def kernels(isa: str) -> Kernels | None:
     """The kernels for `isa` (`auto`: the best of this CPU); None: not built, or not for here."""
     lib = _library()
-    table = lib and lib.hx_kernels(isa.encode())
+    if lib is None:
+        return None
+    table = lib.hx_kernels(isa.encode())
     return Kernels(lib, table.contents) if table else None

@@ -79,7 +79,8 @@ def log_softmax(logits: Floats) -> Floats:
     """Over the last axis, summed in float64."""
     shifted = logits - logits.max(axis=-1, keepdims=True, initial=-np.inf)
     total = np.exp(shifted, dtype=np.float64).sum(axis=-1, keepdims=True)
-    return (shifted - np.log(total)).astype(np.float32)
+    logs: Floats = (shifted - np.log(total)).astype(np.float32)
+    return logs
 
 
 def adjusted(logits: Floats, batch: SamplingBatch, r: int) -> Floats:

@@ -83,8 +83,9 @@ def view_f32(node: Node) -> NDArray[np.float32]:
     count = math.prod(node.shape)
     if count == 0:
         return np.zeros(node.shape, np.float32)
-    buffer = (C.c_float * count).from_address(node.address)
-    return np.frombuffer(buffer, np.float32, count).reshape(node.shape)
+    buffer = memoryview((C.c_float * count).from_address(node.address))
+    flat: NDArray[np.float32] = np.frombuffer(buffer.cast("B"), np.float32, count)
+    return flat.reshape(node.shape)
 
 
 @attrs.define(eq=False)
