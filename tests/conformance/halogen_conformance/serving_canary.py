@@ -1,10 +1,11 @@
 """A model whose answers prove whose tokens they were made from.
 
 Every printable character has one of eight colours. Attention is uniform over the sequence and
-carries the mean colour; a character's logit is 50 times the share of its colour, against an alarm
-character with a constant logit of 47. A sequence of one colour goes on in that colour with a
-log-probability that does not depend on its length; one foreign token among thirty shows in it, one
-among sixteen makes the alarm win. So each answer is checked without a reference run.
+carries the mean colour; the logit of a colour's favourite character is 100 times the share of the
+colour, against an alarm character with a constant logit of 98.5. A sequence of one colour goes on
+with that favourite and a log-probability that does not depend on its length; one foreign token
+among a hundred shows in it, one among fifty makes the alarm win. So each answer is checked without
+a reference run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 COLOURS = 8
 ALARM = ord("~")
 FIRST, LAST = 33, 125
+FAVOURITE = 10
+"""Characters 80 to 87, one of each colour."""
 CONTROL = ("<|im_end|>", "<s>")
 HIDDEN, BIAS, MEAN = 64, 16, 8
 """Width; the constant dim; where the mean colour lies."""
@@ -67,9 +70,10 @@ def tensors(vocab: int) -> dict[str, NDArray[np.float32]]:
     output[:, BIAS] = -25
     for token in range(FIRST, LAST + 1):
         embedding[token, token % COLOURS] = 1
-        output[token, MEAN + token % COLOURS] = 50 / 2**2.5
-        output[token, BIAS] = 0.25 * (token // COLOURS % 16) / 16
-    output[ALARM, BIAS] = 47 / 4
+        # the final norm makes the mean colour 2^2.5 and the constant 4 for a sequence of one colour
+        output[token, MEAN + token % COLOURS] = 100 / 2**2.5
+        output[token, BIAS] = 0 if token // COLOURS == FAVOURITE else -3 / 4
+    output[ALARM, BIAS] = 98.5 / 4
     value, out = zeros(HIDDEN, HIDDEN), zeros(HIDDEN, HIDDEN)
     for colour in range(COLOURS):
         value[colour, colour] = 1
