@@ -76,7 +76,7 @@ def resolve(
 
     `flags` maps setting names to what was given on the command line; None means: not given.
     """
-    variables: Mapping[str, str] = os.environ if environment is None else environment  # noqa: TID251
+    variables: Mapping[str, str] = os.environ if environment is None else environment
     layers = [
         list(_from_file(_find_file(file, variables))),
         list(_from_environment(variables)),
@@ -99,7 +99,7 @@ def resolve(
 
 def environment(names: tuple[str, ...] | None = None) -> dict[str, str]:
     """Variables of this process, for probes and checks that name them; None: all."""
-    every = dict(os.environ)  # noqa: TID251
+    every = dict(os.environ)
     return every if names is None else {name: every[name] for name in names if name in every}
 
 

@@ -1,16 +1,11 @@
-"""Kernels run in Triton's interpreter here, unless HALOGEN_TEST_DEVICE names a GPU (`cuda`).
-
-The variable that asks for the interpreter must stand before the kernels are imported.
-"""
+"""Kernels run in Triton's interpreter here (see the root conftest), or on HALOGEN_TEST_DEVICE."""
 
 import os
 
-DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(autouse=True)
