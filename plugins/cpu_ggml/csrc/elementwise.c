@@ -43,8 +43,8 @@ INLINE vf gated(vf gate, vf up, int64_t kind) {
         vf inner = gate * vf_fma(gate * gate, vf_set(0.044715f), vf_set(1.f));
         return gate * vf_sigmoid(inner * vf_set(1.5957691216f)) * up;
     }
-    gate = -vf_max(-gate, vf_set(-7.f));
-    up = vf_max(-vf_max(-up, vf_set(-7.f)), vf_set(-7.f));
+    gate = -vf_max(vf_set(-7.f), -gate); // in this order a NaN stays
+    up = vf_max(vf_set(-7.f), -vf_max(vf_set(-7.f), -up));
     return gate * vf_sigmoid(gate * vf_set(1.702f)) * (up + vf_set(1.f));
 }
 

@@ -16,6 +16,7 @@ from halogen_cpu_ggml.ops import (
     GgmlOps,
     Meta,
     Packed,
+    check_heads,
     payload,
     sampled_nodes,
     step_inputs,
@@ -200,6 +201,7 @@ class KernelOps(GgmlOps):
         q_norm: Packed | None = None,
         k_norm: Packed | None = None,
     ) -> Node:
+        check_heads("qkv_rope_store", spec)
         t, width = qkv.shape[0], spec.num_heads * spec.head_dim
         if t == 0:
             return empty_like((0, width))
@@ -236,6 +238,7 @@ class KernelOps(GgmlOps):
         *,
         sinks: Packed | None = None,
     ) -> Node:
+        check_heads("attention", spec)
         if q.shape[0] == 0:
             return empty_like(q.shape)
         pool = kv.payload

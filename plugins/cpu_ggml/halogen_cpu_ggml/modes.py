@@ -130,6 +130,9 @@ def refusals(signature: OpSignature, kv_dtypes: tuple[str, ...]) -> list[str]:
     attention = signature.attention
     if attention is not None and attention.num_heads % attention.num_kv_heads:
         out.append("query heads must be a multiple of KV heads")
+    moe = signature.moe
+    if moe is not None and moe.top_k > moe.num_experts:
+        out.append(f"top-{moe.top_k} of {moe.num_experts} experts")
     if signature.kv_dtype == "q8_0" and attention and attention.head_dim % Q8_BLOCK:
         out.append(f"q8_0 KV needs a head dim of whole blocks of {Q8_BLOCK}")
     return out

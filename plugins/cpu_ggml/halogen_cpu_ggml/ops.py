@@ -12,6 +12,7 @@ from halogen_core.spi import (
     PackedWeight,
     Sampled,
     StepMeta,
+    UnsupportedOp,
 )
 from halogen_cpu_ggml import composed, sampling
 from halogen_cpu_ggml.inputs import StepInputs
@@ -137,6 +138,8 @@ class GgmlOps:
         return self.linear(self.gated_act(self.linear(x, gate_up), kind), down)
 
     def moe(self, x: Node, router: Packed, gate_up: Packed, down: Packed, spec: MoESpec) -> Node:
+        if spec.top_k > spec.num_experts:
+            raise refused("moe", f"top-{spec.top_k} of {spec.num_experts} experts")
         if x.shape[0] == 0:
             return empty_like(x.shape)
         with self.recorder.tape() as tape:
@@ -159,6 +162,7 @@ class GgmlOps:
         q_norm: Packed | None = None,
         k_norm: Packed | None = None,
     ) -> Node:
+        check_heads("qkv_rope_store", spec)
         t, width = qkv.shape[0], spec.num_heads * spec.head_dim
         if t == 0:
             return empty_like((0, width))
@@ -179,6 +183,7 @@ class GgmlOps:
         *,
         sinks: Packed | None = None,
     ) -> Node:
+        check_heads("attention", spec)
         if q.shape[0] == 0:
             return empty_like(q.shape)
         with self.recorder.tape() as tape:
@@ -209,6 +214,17 @@ def sampled_nodes(result: sampling.Choice) -> Sampled[Node]:
     ids, logprobs, top_ids, top = (None if a is None else host_node(a) for a in arrays)
     assert ids is not None
     return Sampled(token_ids=ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top)
+
+
+def refused(op: str, why: str) -> UnsupportedOp:
+    """The error for a call that `supports` denies; ggml or a kernel would not survive it."""
+    return UnsupportedOp(f"`{op}` cannot run on cpu_ggml: {why}", code="HRT-1102")
+
+
+def check_heads(op: str, spec: AttentionSpec) -> None:
+    """Raises UnsupportedOp for heads that cannot be shared out."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise refused(op, f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads")
 
 
 def payload(weight: Packed) -> Weight:

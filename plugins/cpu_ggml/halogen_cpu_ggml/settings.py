@@ -19,24 +19,22 @@ class Settings:
     pinned: bool = False
     kernels: str = "auto"
     """Instruction set of our kernels; `off`: ggml's own ops only."""
-    repack: bool = True
-    """Lay weights out for the kernels at load; off: ggml's matmuls over the file's bytes."""
 
     @classmethod
     def of(cls, options: BackendOptions) -> Settings:
         """Raises ConfigError (HRT-3603) for an unknown key or value."""
         extra = dict(options.extra)
         threads = options.threads or usable_threads()
+        _choice(extra, "dtype", ("f32",))
         settings = cls(
             threads=threads,
             pinned=_switch(extra, "pin", default=False),
             kernels=_choice(extra, "kernels", KERNEL_CHOICES),
-            repack=_switch(extra, "repack", default=True),
         )
         if extra:
             raise ConfigError(
                 f"cpu_ggml does not know the option `{next(iter(extra))}`; "
-                "it knows pin, kernels, repack",
+                "it knows dtype, kernels, pin",
                 code="HRT-3603",
             )
         if not 1 <= threads <= 512:
