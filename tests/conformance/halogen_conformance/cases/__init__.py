@@ -7,6 +7,7 @@ TOPICS = (
     "attending",
     "sampling",
     "kv",
+    "arrays",
     "memory",
     "model",
     "serving",

@@ -12,7 +12,7 @@ import numpy as np
 
 from halogen_conformance.bench import Bench
 from halogen_conformance.case import Case, Failure
-from halogen_conformance.cases.model import place, sequences, step
+from halogen_conformance.cases.placing import place, sequences, step
 from halogen_conformance.oracle.numbers import Values
 from halogen_core.spi import OPS, StepShape, SupportLevel
 
