@@ -23,13 +23,12 @@ from halogen_core.config.schema import (
     ServerSettings,
     Setting,
 )
-from halogen_core.config.values import gigabytes
 from halogen_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SPECIAL = {"kv_cache_pool_gb": ("pool_size", gigabytes)}
-"""Names with another unit than the setting they mean."""
+POOL_NAMES = ("pool_size", "kv_cache_pool_gb", "kv_cache_ratio", "gpu_memory_utilization")
+"""Settings of which at most one may be given."""
 ALIASES = {alias: s.name for s in SETTINGS.values() for alias in s.aliases}
 CONFIG_VARIABLE = "HALOGEN_CONFIG"
 OTHER_VARIABLES = {CONFIG_VARIABLE, "HALOGEN_TORCH", "HALOGEN_TORCH_INDEX"}
@@ -139,9 +138,6 @@ def _from_file(path: Path | None) -> Iterator[Given]:
 
 def _from_key(key: str, value: object, where: str) -> Given:
     name = key.replace("-", "_")
-    if name in SPECIAL:
-        target, read = SPECIAL[name]
-        return _given(SETTINGS[target], _read(read, value, key, where), where)
     if setting := SETTINGS.get(ALIASES.get(name, name)):
         return _given(setting, value, where)
     if hint := LEGACY.get(name):
@@ -196,8 +192,9 @@ def _one_each(layer: list[Given]) -> dict[str, Given]:
 
 
 def _refuse_conflicts(chosen: Mapping[str, Given]) -> None:
-    if (pool := chosen.get("pool_size")) and (ratio := chosen.get("kv_cache_ratio")):
-        _conflict(pool, ratio, "one is an exact size, the other a share")
+    pools = [chosen[name] for name in POOL_NAMES if name in chosen]
+    if len(pools) > 1:
+        _conflict(pools[0], pools[1], "both set the size of the KV pool")
     for low, high in (
         ("min_batch_window_ms", "max_batch_window_ms"),
         ("max_prompt_len", "max_context"),

@@ -138,8 +138,27 @@ class EngineSettings:
     prefill_timeout_ms: float | None = setting(
         NUMBER, None, "a prefill that takes longer goes to the long lane", minimum=1
     )
+    fail_on_prefill_timeout: bool = setting(
+        SWITCH, False, "refuse a prompt that exceeds `prefill_timeout_ms` instead"
+    )
+    queue_timeout_s: float | None = setting(
+        NUMBER, None, "a request that waits longer than this is refused", minimum=0.001
+    )
     long_prompt_tokens: int | None = setting(
         INTEGER, None, "prompts longer than this take the long lane", minimum=1
+    )
+    long_lane_share: float = setting(
+        NUMBER,
+        0.5,
+        "share of the steps that the long lane gets while others have work",
+        minimum=0.01,
+        maximum=1,
+    )
+    max_preemptions: int = setting(
+        INTEGER,
+        3,
+        "after so many a sequence is let in again only with all the blocks it can need",
+        minimum=0,
     )
     hang_timeout_s: float = setting(
         NUMBER, 120.0, "a step longer than this means the engine hangs; it is restarted", minimum=1
@@ -158,27 +177,58 @@ class CacheSettings:
     )
     block_size: int | None = setting(INTEGER, None, "tokens per block", minimum=1)
     pool_size: int | None = setting(
-        SIZE, None, "exact size of the KV pool; excludes `kv_cache_ratio`", minimum=1
+        SIZE, None, "exact size of the KV pool; excludes the other three names of it", minimum=1
+    )
+    kv_cache_pool_gb: float | None = setting(
+        NUMBER, None, "the same as a plain number of GiB", minimum=0.001
     )
     kv_cache_ratio: float = setting(
         NUMBER,
-        0.9,
+        0.85,
         "share for KV of the memory left after weights, workspace and `host_reserve`",
-        aliases=("kv_ratio", "gpu_memory_utilization"),
+        aliases=("kv_ratio",),
         minimum=0.01,
         maximum=1.0,
+    )
+    gpu_memory_utilization: float | None = setting(
+        NUMBER, None, "another name of `kv_cache_ratio`", minimum=0.01, maximum=1.0
     )
     host_reserve: int = setting(SIZE, 0, "memory to leave to other programs", minimum=0)
     host_pool_size: int = setting(
         SIZE, 0, "host memory that takes KV blocks evicted from the device", minimum=0
     )
+    disk_pool_size: int = setting(
+        SIZE, 0, "disk space that takes KV blocks evicted from host memory", minimum=0
+    )
+    disk_pool_dir: Path | None = setting(
+        PATH, None, "folder on the disk of `disk_pool_size`; default: `cache_dir`"
+    )
     prefix_cache: bool = setting(
         SWITCH, True, "reuse the KV of common prompt beginnings", aliases=("enable_prefix_caching",)
     )
     eviction_policy: str = setting(TEXT, "lru", "which cached block goes first")
+    pin_quota: float = setting(
+        NUMBER,
+        0.5,
+        "share of the pool that sessions may pin, with `session_priority+lru`",
+        minimum=0,
+        maximum=1,
+    )
     kv_snapshot: Path | None = setting(
         PATH, None, "file that `serve` reads the prefix cache from at start and writes on drain"
     )
+
+    @property
+    def exact_bytes(self) -> int | None:
+        """The KV pool by `pool_size` or `kv_cache_pool_gb`; None: by `share`."""
+        if self.kv_cache_pool_gb is not None:
+            return int(self.kv_cache_pool_gb * (1 << 30))
+        return self.pool_size
+
+    @property
+    def share(self) -> float:
+        """The KV pool by `kv_cache_ratio` or `gpu_memory_utilization`."""
+        return self.gpu_memory_utilization or self.kv_cache_ratio
 
 
 @attrs.frozen(kw_only=True)

@@ -47,11 +47,6 @@ def size(value: object) -> int:
     return int(float(match[1]) * unit)
 
 
-def gigabytes(value: object) -> int:
-    """Bytes from a bare number of GiB."""
-    return int(number(value) * (1 << 30))
-
-
 def integer(value: object) -> int:
     """A whole number; 3.0 and True are not."""
     if isinstance(value, (bool, float)):
@@ -115,7 +110,6 @@ def path(value: object) -> Path:
 
 
 SIZE = Kind("size", size)
-GIGABYTES = Kind("GiB", gigabytes)
 INTEGER = Kind("integer", integer)
 NUMBER = Kind("number", number)
 SWITCH = Kind("on/off", switch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,6 @@ class Policies:
 def _block_pool(
     options: EngineOptions, config: DecoderConfig, mover: BackendMover, policies: Policies
 ) -> BlockPool:
-    host = Tier.host(options.host_kv_bytes, mover.bytes_per_block)
     windows = [layer.attention.window for layer in config.layers]
     # a block may go only when no layer looks at it any more
     window = None if None in windows else max(w for w in windows if w is not None)
@@ -137,10 +137,31 @@ def _block_pool(
         eviction=eviction_policy(options.eviction_policy, policies.eviction),
         prefix_cache=options.prefix_cache,
         rules=ReuseRules(window=window),
-        tiers=Tiers(mover, (host,), block_seconds(mover.backend.cost, size))
-        if len(host.rows)
-        else None,
+        pin_quota=options.pin_quota,
+        tiers=_tiers(options, mover),
     )
+
+
+def _tiers(options: EngineOptions, mover: BackendMover) -> Tiers | None:
+    """Host memory, then disk, where they were given a size."""
+    each, stack = mover.bytes_per_block, []
+    if options.host_kv_bytes:
+        stack.append(Tier.host(_tier_size("host", options.host_kv_bytes, each), each))
+    if options.disk_kv_bytes:
+        folder = Path(options.disk_kv_dir or tempfile.gettempdir())
+        stack.append(Tier.disk(folder, _tier_size("disk", options.disk_kv_bytes, each), each))
+    seconds = block_seconds(mover.backend.cost, mover.kv.layout.spec.block_size)
+    return Tiers(mover, tuple(stack), seconds) if stack else None
+
+
+def _tier_size(name: str, num_bytes: int, bytes_per_block: int) -> int:
+    if num_bytes < bytes_per_block:
+        raise ConfigError(
+            f"`{name}_pool_size` is {num_bytes} bytes; one KV block takes {bytes_per_block}",
+            code="HRT-3304",
+            fix=f"raise --{name}-pool-size, or leave it out",
+        )
+    return num_bytes
 
 
 def _identity(backend: Backend[Any], checkpoint: Checkpoint, layout: KVLayout) -> Identity:
@@ -230,7 +251,11 @@ def _scheduler_config(options: EngineOptions) -> SchedulerConfig:
         min_window_s=options.min_batch_window_ms / 1e3,
         max_window_s=options.max_batch_window_ms / 1e3,
         prefill_timeout_s=seconds(options.prefill_timeout_ms),
+        fail_on_prefill_timeout=options.fail_on_prefill_timeout,
+        queue_timeout_s=options.queue_timeout_s,
         long_prompt_tokens=options.long_prompt_tokens,
+        long_lane_share=options.long_lane_share,
+        max_preemptions=options.max_preemptions,
     )
 
 

@@ -39,12 +39,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     kv_bytes: int | None = None
     """An exact KV pool in bytes; None: `kv_ratio` of what is left."""
-    kv_ratio: float = 0.9
+    kv_ratio: float = 0.85
     host_reserve: int = 0
     """Bytes of memory to leave to others."""
     prefix_cache: bool = True
     host_kv_bytes: int = 0
     """Size of the host tier below the device pool; 0: none."""
+    disk_kv_bytes: int = 0
+    """Size of the disk tier below the host tier; 0: none."""
+    disk_kv_dir: str | None = None
+    """Where the disk tier has its file; None: the system's folder for temporary files."""
+    pin_quota: float = 0.5
+    """Share of the pool that sessions may pin (A18)."""
 
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "lru"
@@ -52,5 +58,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_batch_window_ms: float = 0.0
     max_batch_window_ms: float = 0.0
     prefill_timeout_ms: float | None = None
+    fail_on_prefill_timeout: bool = False
+    queue_timeout_s: float | None = None
     long_prompt_tokens: int | None = None
     """Prompts longer than this take the long lane (A14)."""
+    long_lane_share: float = 0.5
+    max_preemptions: int = 3

@@ -58,17 +58,17 @@ class Tier:
     def disk(cls, directory: Path, num_bytes: int, bytes_per_block: int) -> Tier:
         """In a nameless file, taken whole now so that a full disk is found at start."""
         shape = (num_bytes // bytes_per_block, bytes_per_block)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            try:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
                 os.posix_fallocate(file.fileno(), 0, max(1, shape[0] * shape[1]))
-            except OSError as exc:
-                raise OutOfMemory(
-                    f"the disk tier of {num_bytes} bytes does not fit in `{directory}`:"
-                    f" {exc.strerror}",
-                    code="HRT-3304",
-                    fix="free space there, choose another directory or a smaller tier",
-                ) from exc
-            return cls("disk", np.memmap(file, np.uint8, "r+", shape=shape))
+                return cls("disk", np.memmap(file, np.uint8, "r+", shape=shape))
+        except OSError as exc:
+            raise OutOfMemory(
+                f"the disk tier of {num_bytes} bytes does not fit in `{directory}`: {exc.strerror}",
+                code="HRT-3304",
+                fix="free space there, choose another directory or a smaller tier",
+            ) from exc
 
     def take(self, node: Node) -> None:
         """Give `node` a slot; there must be one."""

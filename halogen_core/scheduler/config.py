@@ -77,6 +77,12 @@ class SchedulerConfig:
                 code=LIMITS_CODE,
                 fix=f"raise --max-total-tokens above {prompt} or lower --max-prompt-len",
             )
+        if self.fail_on_prefill_timeout and self.prefill_timeout_s is None:
+            raise ConfigError(
+                "`fail_on_prefill_timeout` is on without a `prefill_timeout_ms` to exceed",
+                code=LIMITS_CODE,
+                fix="set --prefill-timeout-ms, or leave --fail-on-prefill-timeout off",
+            )
         if not 0 < self.long_lane_share <= 1:
             raise ConfigError(
                 f"`long_lane_share` is {self.long_lane_share:g}; it must be above 0 and at most 1",

@@ -86,7 +86,7 @@ class MemoryRequest:
     kv_layout: KVLayout
     kv_bytes: int | None = None
     """An exact KV pool, or None: what is left under `kv_ratio`."""
-    kv_ratio: float = 0.9
+    kv_ratio: float = 0.85
     """Share for KV of what is left after weights, workspace and `host_reserve`."""
     graph_bytes: int = 0
     host_reserve: int = 0

@@ -1,12 +1,22 @@
 """The prefix cache beyond the device pool: host tier and snapshots give the same tokens."""
 
+from math import prod
+
 import pytest
 
 from halogen_core.errors import HalogenError
+from halogen_core.kv.tiers import unknown_cost
+from halogen_core.spi import kv_block_shape
 
 from .conftest import request, run
 
 PROMPT = list(range(64))
+
+
+def always_move(engine):
+    """Without the cost model: on a model this tiny computing again is often the cheaper way."""
+    engine.blocks.residency.tiers.recompute_s = unknown_cost
+    return engine
 
 
 def others(n):
@@ -15,12 +25,49 @@ def others(n):
 
 def test_blocks_come_back_from_the_host_tier(make_engine):
     cold = run(make_engine(), request("cold", PROMPT))[0]["cold"]
-    engine = make_engine(num_blocks=12, host_kv_bytes=8 << 20)
+    engine = always_move(make_engine(num_blocks=12, host_kv_bytes=8 << 20))
     run(engine, request("first", PROMPT))
     run(engine, *others(4))
     tokens, last = run(engine, request("again", PROMPT))
     assert tokens["again"] == cold
     assert last["again"].cached_tokens >= 56
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_blocks_come_back_from_the_disk_tier(make_engine, tmp_path, host):
+    """With two blocks of host memory above it, and as the only tier."""
+    whole = make_engine()
+    cold = run(whole, request("cold", PROMPT))[0]["cold"]
+    block = prod(kv_block_shape(whole.runner.kv.layout.spec, 1))
+    folder = tmp_path / "made" / "here"
+    engine = make_engine(
+        num_blocks=12,
+        host_kv_bytes=host * block,
+        disk_kv_bytes=8 << 20,
+        disk_kv_dir=str(folder),
+    )
+    always_move(engine)
+    run(engine, request("first", PROMPT))
+    run(engine, *others(4))
+    tokens, last = run(engine, request("again", PROMPT))
+    assert tokens["again"] == cold
+    assert last["again"].cached_tokens >= 56
+    assert list(folder.iterdir()) == []  # the file has no name
+
+
+def test_a_tier_that_cannot_be_is_refused(make_engine, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HalogenError, match=r"HRT-3304.*disk tier"):
+        make_engine(disk_kv_bytes=8 << 20, disk_kv_dir=str(tmp_path / "file"))
+    with pytest.raises(HalogenError, match="`host_pool_size` is 5 bytes; one KV block takes"):
+        make_engine(host_kv_bytes=5)
+
+
+@pytest.mark.parametrize(("quota", "pinned"), [(0.0, 0), (0.5, 6)])
+def test_sessions_pin_no_more_than_their_quota(make_engine, quota, pinned):
+    engine = make_engine(num_blocks=12, pin_quota=quota, eviction_policy="session_priority+lru")
+    run(engine, request("a", PROMPT, session="s", priority=1))
+    assert engine.stats().blocks_pinned == pinned
 
 
 def test_without_a_tier_they_are_computed_again(make_engine):

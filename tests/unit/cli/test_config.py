@@ -1,16 +1,21 @@
 """Where settings come from, who wins, and what is refused."""
 
 import itertools
+from types import SimpleNamespace
 
 import attrs
 import pytest
 
+from halogen_core.cli.assembly import engine_options
 from halogen_core.config import SECTIONS, SETTINGS, resolve
 from halogen_core.config.values import size
+from halogen_core.engine.options import EngineOptions
 from halogen_core.errors import ConfigError
+from halogen_core.spi import MemoryRequest
 
 TOML = "[server]\nport = 1003\n"
 YAML = "server:\n  port: 1003\n"
+NO_TOKENIZER = SimpleNamespace(end_token_ids=())
 FLAT = "port = 1003\n"
 
 
@@ -79,6 +84,8 @@ def test_a_config_is_frozen_and_shows_no_secret():
         ("pool_size = '4G'\nkv_cache_ratio = 0.5", "HRT-1003", ["pool_size", "kv_cache_ratio"]),
         ("kv_cache_pool_gb = 4.0\ngpu_memory_utilization = 0.5", "HRT-1003", ["kv_cache_pool_gb"]),
         ("kv_cache_pool_gb = 4.0\npool_size = '4G'", "HRT-1003", ["kv_cache_pool_gb"]),
+        ("kv_cache_ratio = 0.5\ngpu_memory_utilization = 0.5", "HRT-1003", ["`gpu_memory"]),
+        ("gpu_memory_utilization = 0", "HRT-1002", ["at least 0.01"]),
         ("min_batch_window_ms = 9\nmax_batch_window_ms = 3", "HRT-1003", ["min_batch_window_ms"]),
         ("max_prompt_len = 9\nmax_context = 3", "HRT-1003", ["max_prompt_len"]),
         ("port = 1\nunix_socket = '/tmp/x'", "HRT-1003", ["unix_socket"]),
@@ -105,6 +112,49 @@ def test_missing_file_and_misspelt_variable():
     with pytest.raises(ConfigError, match="HALOGEN_PORT"):
         resolve(environment={"HALOGEN_PROT": "1"})
     resolve(environment={"HALOGEN_SOME_VENDOR_SWITCH": "1"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, (None, 0.85)),
+        ({"pool_size": "4G"}, (4 << 30, 0.85)),
+        ({"kv_cache_pool_gb": "1.5"}, (3 << 29, 0.85)),
+        ({"kv_cache_ratio": "0.5"}, (None, 0.5)),
+        ({"gpu_memory_utilization": "0.6"}, (None, 0.6)),
+    ],
+)
+def test_four_names_of_the_pool_size_reach_the_engine(tmp_path, flags, expected):
+    options = engine_options(resolve(flags, environment={}), tmp_path / "x.gguf", NO_TOKENIZER)
+    assert (options.kv_bytes, options.kv_ratio) == expected
+
+
+def test_the_default_share_is_the_same_everywhere(tmp_path):
+    told = engine_options(resolve(environment={}), tmp_path / "x.gguf", NO_TOKENIZER)
+    untold = EngineOptions(model_path="", model_id="", end_token_ids=[])
+    assert told.kv_ratio == untold.kv_ratio == attrs.fields(MemoryRequest).kv_ratio.default == 0.85
+
+
+SCHEDULING = {
+    "queue_timeout_s": 1.5,
+    "prefill_timeout_ms": 40.0,
+    "fail_on_prefill_timeout": True,
+    "long_lane_share": 0.25,
+    "max_preemptions": 7,
+}
+CACHING = {"host_pool_size": 1 << 20, "disk_pool_size": 2 << 20, "pin_quota": 0.25}
+
+
+def test_settings_of_scheduler_and_cache_reach_the_engine(tmp_path):
+    flags = {name: str(value) for name, value in (SCHEDULING | CACHING).items()}
+    config = resolve({**flags, "disk_pool_dir": str(tmp_path)}, environment={})
+    options = engine_options(config, tmp_path / "x.gguf", NO_TOKENIZER)
+    assert {name: getattr(options, name) for name in SCHEDULING} == SCHEDULING
+    assert (options.host_kv_bytes, options.disk_kv_bytes) == (1 << 20, 2 << 20)
+    assert (options.disk_kv_dir, options.pin_quota) == (str(tmp_path), 0.25)
+    config = resolve({"cache_dir": "/somewhere"}, environment={})
+    options = engine_options(config, tmp_path / "x.gguf", NO_TOKENIZER)
+    assert options.disk_kv_dir == "/somewhere"
 
 
 def test_a_conflict_across_sources_names_both(tmp_path):

@@ -65,6 +65,7 @@ def test_the_backends_context_bounds_sequences(drive, sequence):
         ({"max_prompt_len": 100, "max_total_tokens": 100}, "no token for an answer"),
         ({"max_batch": 0}, "`max_batch` is 0"),
         ({"long_lane_share": 0.0}, "`long_lane_share` is 0"),
+        ({"fail_on_prefill_timeout": True}, "without a `prefill_timeout_ms`"),
     ],
 )
 def test_contradictions_are_refused_with_numbers(options, text):
