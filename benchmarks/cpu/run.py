@@ -9,6 +9,8 @@ The peer is the prebuilt `xllamacpp`, an AVX2 build. Results go to benchmarks/cp
 
 import argparse
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -50,42 +52,44 @@ HEADLINE = {
 ROUNDS = {"decode": 5, "prefill_512": 5, "streams_8": 3, "depth_4096": 2}
 
 
-def measure(servers, names):
-    """Each load on each server in turn, round by round."""
-    samples = {name: {s.name: [] for s in servers} for name in names}
-    for s in servers:  # graphs are built and pages touched before anything counts
+def warm(servers):
+    """Graphs are built and pages touched before anything counts."""
+    for s in servers:
         load(s, np.random.default_rng(7).integers(*VOCABULARY, (8, 32)).tolist(), 8)
-    for name in names:
-        for round_number in range(ROUNDS.get(name, 1)):
-            rng = np.random.default_rng([round_number, names.index(name)])
-            job = loads(rng)[name]
-            for s in servers if round_number % 2 == 0 else servers[::-1]:
-                samples[name][s.name].append(load(s, *job))
+
+
+def measure(servers, name, deadline):
+    """One load on each server in turn, round by round, as long as there is time."""
+    samples = {s.name: [] for s in servers}
+    for round_number in range(ROUNDS.get(name, 1)):
+        if round_number and time.time() > deadline:
+            break
+        rng = np.random.default_rng([round_number, len(name)])
+        job = loads(rng)[name]
+        for s in servers if round_number % 2 == 0 else servers[::-1]:
+            samples[s.name].append(load(s, *job))
     return samples
 
 
-def summary(samples, servers):
-    """Medians of the headline figure and our ratio to the best peer."""
-    rows = {}
-    for name, by_server in samples.items():
-        field = HEADLINE[name]
-        medians = {n: float(np.median([r[field] for r in rs])) for n, rs in by_server.items()}
-        peer = max(v for n, v in medians.items() if not n.startswith("halogen"))
-        ours = {n: v / peer for n, v in medians.items() if n.startswith("halogen")}
-        best = {n: max(r[field] for r in rs) for n, rs in by_server.items()}
-        undisturbed = best[next(iter(ours))] / max(v for n, v in best.items() if n not in ours)
-        rows[name] = {"figure": field, "median": medians, "ratio": ours, "best": best}
-        rows[name]["ratio_of_best_rounds"] = undisturbed
-        first = {n: float(np.median([r["ttft_p50_s"] for r in rs])) for n, rs in by_server.items()}
-        late = {n: float(np.median([r["itl_p99_ms"] for r in rs])) for n, rs in by_server.items()}
-        rows[name] |= {"ttft_p50_s": first, "itl_p99_ms": late}
-        print(name, field, {n: round(v, 1) for n, v in medians.items()},
-              "ratio", {n: round(v, 2) for n, v in ours.items()},
-              "of best rounds", round(undisturbed, 2), flush=True)  # fmt: skip
-    rows["cold_start_s"] = {s.name: s.cold_start_s for s in servers}
-    rows["resident_mib"] = {s.name: s.resident_mib() for s in servers}
-    print("cold start s", rows["cold_start_s"], "resident MiB", rows["resident_mib"], flush=True)
-    return rows
+def row(name, by_server):
+    """Medians and best rounds of the headline figure, our ratio to the peer, latencies."""
+    field = HEADLINE[name]
+
+    def over(key, pick):
+        return {n: float(pick([r[key] for r in rs])) for n, rs in by_server.items()}
+
+    median, best = over(field, np.median), over(field, max)
+    out = {
+        "figure": field,
+        "median": median,
+        "ratio": median["halogen"] / median["llama.cpp"],
+        "best": best,
+        "ratio_of_best_rounds": best["halogen"] / best["llama.cpp"],
+        "ttft_p50_s": over("ttft_p50_s", np.median),
+        "itl_p99_ms": over("itl_p99_ms", np.median),
+    }
+    print(name, json.dumps(out), flush=True)
+    return out
 
 
 def main():
@@ -95,31 +99,37 @@ def main():
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--flash", default="auto", help="of the peer")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--minutes", type=float, default=7.0, help="start no load after this")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     path = options.model
     if not Path(path).exists():
         path = str(pull_model(path, Path.home() / ".cache/halogen/test-models"))
-    names = list(QUICK if options.quick else HEADLINE)
-    servers = []
-    began = time.time()
+    result = {
+        "machine": machine(), "model": Path(path).name, "threads": options.threads,
+        "kernels": options.kernels, "peer_flash": options.flash, "summary": {}, "samples": {},
+    }  # fmt: skip
+    target = Path(options.out or RESULTS / f"{Path(path).stem}-{options.kernels}.json")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    servers, began = [], time.time()
     try:
-        ours = halogen(path, options.threads, kernels=options.kernels)
-        servers.append(ours)
+        servers.append(halogen(path, options.threads, kernels=options.kernels))
         servers.append(llama(path, options.threads, slots=32, context=40960, flash=options.flash))
-        samples = measure(servers, names)
-        result = {
-            "machine": machine(), "model": Path(path).name, "threads": options.threads,
-            "kernels": options.kernels, "peer_flash": options.flash,
-            "seconds": time.time() - began,
-            "summary": summary(samples, servers), "samples": samples,
-        }  # fmt: skip
+        warm(servers)
+        for name in QUICK if options.quick else HEADLINE:
+            if time.time() - began > options.minutes * 60:
+                print(f"no time left for {name}", flush=True)
+                continue
+            result["samples"][name] = measure(servers, name, began + options.minutes * 60)
+            result["summary"][name] = row(name, result["samples"][name])
+            result["summary"]["cold_start_s"] = {s.name: s.cold_start_s for s in servers}
+            result["summary"]["resident_mib"] = {s.name: s.resident_mib() for s in servers}
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps({k: result["summary"][k] for k in ("cold_start_s", "resident_mib")}))
     finally:
         for s in servers:
             s.stop()
-    RESULTS.mkdir(exist_ok=True)
-    target = options.out or RESULTS / f"{Path(path).stem}-{options.kernels}.json"
-    Path(target).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
