@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 import click
 
+from halogen_ascend.bandwidth_command import bandwidth_command
 from halogen_ascend.drawing import chrome_trace, svg
 from halogen_ascend.explain import Explained, explain_step, shape_called, shapes
 from halogen_ascend.explain_batching import explain_batching_command
@@ -18,6 +19,7 @@ def add_commands(group: click.Group) -> None:
     """Called through the hook `halogen_cli_commands`."""
     group.add_command(explain_step_command)
     group.add_command(explain_batching_command)
+    group.add_command(bandwidth_command)
 
 
 @click.command("explain-step")
