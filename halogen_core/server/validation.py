@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from halogen_core.engine.protocol import SamplingParams
-from halogen_core.errors import RequestError
+from halogen_core.errors import ConfigError, RequestError
+from halogen_core.scheduler.policies import priority_of
 from halogen_core.server.openai_models import (
     MAX_PROMPTS,
     ChatBody,
@@ -20,7 +21,6 @@ from halogen_core.server.openai_models import (
 
 Body = TypeVar("Body")
 
-PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 NOTHING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
@@ -99,17 +99,12 @@ def stop_strings(body: GenerationBody) -> tuple[str, ...]:
 
 
 def priority(body: GenerationBody) -> int:
-    """A number, or one of the words low, normal, high."""
-    value = body.priority
-    if isinstance(value, str):
-        if value not in PRIORITIES:
-            allowed = ", ".join(PRIORITIES)
-            raise RequestError(
-                f"`priority` is `{value[:32]}`; it must be a number or one of {allowed}",
-                param="priority",
-            )
-        return PRIORITIES[value]
-    return value or 0
+    """A number or a label (C7); raises `RequestError` with the labels there are."""
+    value = 0 if body.priority is None else body.priority
+    try:
+        return priority_of(value if isinstance(value, int) else value[:32])
+    except ConfigError as exc:
+        raise RequestError(exc.message, param="priority", code=exc.code) from None
 
 
 def num_logprobs(body: ChatBody | CompletionBody) -> int:

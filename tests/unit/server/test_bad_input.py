@@ -73,7 +73,8 @@ def refused(response, status=400, param=None, code=None):
         ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", "x"),
-        ("priority", "urgent"),
+        ("priority", "highest"),
+        ("priority", ""),
         ("priority", 10**9),
         ("user", "x" * 257),
         ("stream", "yes"),
@@ -101,6 +102,18 @@ def test_chat_fields(hello, param, value):
     before = len(hello.engine.requests)
     refused(hello.post(CHAT, chat(**{param: value})), param=param)
     assert len(hello.engine.requests) == before
+
+
+def test_an_unknown_priority_is_told_the_labels(hello):
+    answer = hello.post(CHAT, chat(priority="highest"))
+    refused(answer, param="priority")
+    assert "`highest`; allowed are numbers and low, normal, high, urgent" in answer.text
+
+
+@pytest.mark.parametrize(("label", "number"), [("low", -1), ("urgent", 3), (7, 7), (None, 0)])
+def test_priorities_reach_the_engine_as_numbers(hello, label, number):
+    assert hello.post(CHAT, chat(priority=label)).status_code == 200
+    assert hello.engine.requests[-1].priority == number
 
 
 @pytest.mark.parametrize(
