@@ -102,11 +102,15 @@ def _session(
     with Console(stderr=True).status(text) as status:
         from halogen_core.cli.assembly import assemble
         from halogen_core.cli.chat_session import Session
+        from halogen_core.loader.chat_template import has_chat_template
 
         def progress(done: int, total: int) -> None:
             status.update(f"{text}: {100 * done // max(1, total)} %")
 
-        session = runner.run(Session.open(assemble(config), ask, system, progress=progress))
+        parts = assemble(config)
+        session = runner.run(Session.open(parts, ask, system, progress=progress))
+    if not ask.raw and not has_chat_template(parts.tokenizer):
+        click.echo("note: the model brings no chat template; ChatML is assumed", err=True)
     try:
         yield session
     finally:

@@ -60,6 +60,28 @@ def test_one_shot_and_json_tell_the_same(run):
     assert run(*flags, text=QUESTION).stdout == plain.stdout
 
 
+def test_a_model_without_chat_template_says_so(run):
+    """On standard error, and not where the template plays no part."""
+    flags = ("--greedy", "--max-tokens", "2", "hi")
+    assert "no chat template; ChatML is assumed" in run(*flags).stderr
+    assert "ChatML" not in run("--raw", *flags).stderr
+    assert json.loads(run("--json", *flags).stdout)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--scheduling-policy", ("fcfs", "priority", "shortest", "fair")),
+        ("--eviction-policy", ("lru", "session_priority+lru", "cheapest_loss")),
+    ],
+)
+def test_an_unknown_policy_is_refused_with_those_there_are(run, flag, names):
+    done = run(flag, "no_such", "x")
+    assert done.exit_code == 2
+    assert "is `no_such`; there are" in done.stderr
+    assert all(name in done.stderr for name in names)
+
+
 def test_raw_system_and_seed_change_what_they_should(run):
     def report(*flags):
         return json.loads(run("--json", "--max-tokens", "8", *flags, "hi").stdout)
