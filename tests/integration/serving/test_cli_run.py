@@ -154,6 +154,8 @@ class Terminal:
         command += ["--cache-dir", str(folder)]
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            # a test run started in the background inherits an ignored SIGINT; a terminal never does
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.environ["TERM"] = "dumb"
             os.execv(sys.executable, [*command, *FLAGS, *flags])
         self.seen = ""
