@@ -103,9 +103,7 @@ class Engine:
             return self._end_expired(plan)
         if plan.copies:
             self.runner.backend.kv_copy(self.runner.kv, plan.copies)
-        step = build_step(
-            [self._item(s, n, w) for s, n, w in _entries(plan)], self.blocks.block_size
-        )
+        step = build_step([self._item(*item) for item in plan.items], self.blocks.block_size)
         result = self.runner.step(step.batch, step.shape)
         self._steps += 1
         self._count("prompt_tokens", step.shape.prefill_tokens)
@@ -286,10 +284,6 @@ class Engine:
 
     def _count(self, name: str, amount: float) -> None:
         self._counters[name] = self._counters.get(name, 0) + amount
-
-
-def _entries(plan: StepPlan) -> list[tuple[KVSequence, int, bool]]:
-    return [(item.seq, item.num_tokens, item.samples) for item in plan.items]
 
 
 def _generation(sequence: KVSequence) -> Generation:

@@ -67,13 +67,11 @@ class Worker:
         self._out.put(wire.frame(message))
 
     def _fail(self, error: BaseException) -> None:
-        known = isinstance(error, HalogenError)
-        code = error.code if isinstance(error, HalogenError) else "HRT-5031"
-        text = error.message if isinstance(error, HalogenError) else repr(error)
-        fix = (error.fix or "") if isinstance(error, HalogenError) else ""
-        if not known:
-            sys.excepthook(type(error), error, error.__traceback__)
-        self._send(wire.Failed(code, text, fix))
+        if isinstance(error, HalogenError):
+            self._send(wire.Failed(error.code, error.message, error.fix or ""))
+            return
+        sys.excepthook(type(error), error, error.__traceback__)
+        self._send(wire.Failed("HRT-5031", repr(error)))
 
     def _write(self) -> None:
         while (data := self._out.get()) is not None:
