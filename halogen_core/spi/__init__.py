@@ -21,6 +21,14 @@ from halogen_core.errors import (
     Transient,
     UnsupportedOp,
 )
+from halogen_core.spi.abilities import (
+    Adjustable,
+    CompilesKernels,
+    KernelCounts,
+    KernelPack,
+    TakesKernels,
+    Tunes,
+)
 from halogen_core.spi.arrays import Array
 from halogen_core.spi.backend import Backend, Capabilities, Replay
 from halogen_core.spi.formats import FORMATS, WeightFormat
@@ -84,7 +92,7 @@ if TYPE_CHECKING:
         TorchOps,
     )
 
-SPI_VERSION = (1, 0)
+SPI_VERSION = (1, 1)
 """Major, minor. Minor adds; major changes or removes. `api.lock` holds the signatures."""
 
 _LAZY = dict.fromkeys(
@@ -109,6 +117,7 @@ __all__ = [
     "OPS",
     "SPI_VERSION",
     "Activation",
+    "Adjustable",
     "Array",
     "AttentionSpec",
     "Backend",
@@ -117,6 +126,7 @@ __all__ = [
     "BackendUnavailable",
     "Capabilities",
     "Checkpoint",
+    "CompilesKernels",
     "ConfigError",
     "ConformanceExtras",
     "Cost",
@@ -135,6 +145,8 @@ __all__ = [
     "KVCache",
     "KVLayout",
     "KVSpec",
+    "KernelCounts",
+    "KernelPack",
     "LayerConfig",
     "Limits",
     "MemoryPlan",
@@ -167,10 +179,12 @@ __all__ = [
     "StepShape",
     "Support",
     "SupportLevel",
+    "TakesKernels",
     "Telemetry",
     "TorchBackend",
     "TorchOps",
     "Transient",
+    "Tunes",
     "UnsupportedOp",
     "WeightFormat",
     "WeightRole",

@@ -17,6 +17,9 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     priority: int = 0
     """Higher wins when the user names no backend."""
+    ahead_factory: str = ""
+    """As `factory`, for a backend that compiles for the device without having it: its arrays have
+    shapes and no values. Empty: there is none."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,71 @@
+"""What a backend may be able to do beside `Backend`; the core asks by `isinstance`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from halogen_core.spi.operations import OpSignature, Support
+
+
+@attrs.frozen(kw_only=True)
+class KernelCounts:
+    """What a compiler did in this process."""
+
+    compiled: int = 0
+    loaded: int = 0
+    """Taken from the cache on disk."""
+    rebuilt: int = 0
+    """Of `compiled`: because the cache entry was damaged."""
+    seconds: float = 0.0
+    """Spent compiling."""
+    cache: str = ""
+    """Where compiled kernels are kept; empty: nowhere."""
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A backend whose kernels are compiled when they are first met, or ahead of time."""
+
+    def kernel_counts(self) -> KernelCounts: ...
+
+
+@runtime_checkable
+class Adjustable(Protocol):
+    """A backend with settings that change how it computes, never what."""
+
+    def adjustable(self) -> Mapping[str, str]:
+        """The settings and their values now."""
+        ...
+
+    def adjust(self, key: str, value: str) -> None:
+        """Set one from the next step on; raises `ConfigError` for a key or value it has not."""
+        ...
+
+
+@runtime_checkable
+class Tunes(Protocol):
+    """A backend that can measure launch shapes and keep the best for later starts."""
+
+    def tune(self, progress: Callable[[str], None]) -> str:
+        """Measure every class of shape that was met since opening; returns where it was saved."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class KernelPack:
+    """An op of a kernel pack, loaded: what `OpImplementation` names."""
+
+    op: str
+    name: str
+    call: Callable[..., Any]
+    supports: Callable[[OpSignature], Support]
+
+
+@runtime_checkable
+class TakesKernels(Protocol):
+    """A backend whose ops a kernel pack may serve; what the pack denies stays its own."""
+
+    def install(self, pack: KernelPack) -> None: ...
