@@ -11,6 +11,7 @@ import attrs
 
 from halogen_core import __version__
 from halogen_core.engine.engine import Engine
+from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.mover import BackendMover
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import EngineInfo
@@ -22,7 +23,7 @@ from halogen_core.kv.policies import eviction_policy
 from halogen_core.kv.snapshot import Identity
 from halogen_core.kv.tiers import Tier, Tiers
 from halogen_core.kv.tree import ReuseRules
-from halogen_core.loader import open_model
+from halogen_core.loader import load_tokenizer, open_model
 from halogen_core.models import Decoder, config_of, kv_spec
 from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, select
 from halogen_core.scheduler.config import SchedulerConfig
@@ -104,13 +105,14 @@ def assemble_engine(
         blocks,
         policy=scheduling_policy(options.scheduling_policy, policies.scheduling),
         cost=backend.cost,
-        limits=backend.limits(),
+        limits=backend.limits,
     )
     return Engine(
         runner=Runner(backend, decoder, kv),
         scheduler=scheduler,
         blocks=blocks,
         snapshots=Snapshots(blocks, mover, _identity(backend, checkpoint, layout)),
+        grammars=Grammars(lambda: load_tokenizer(checkpoint), config.vocab_size),
         info=_info(options, backend, checkpoint, config, kv, plan, context),
         end_token_ids=tuple(options.end_token_ids),
     )

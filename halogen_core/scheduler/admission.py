@@ -19,10 +19,9 @@ class Door:
     config: SchedulerConfig
     num_blocks: int
     block_size: int
-    max_context: int | None = None
 
-    def check(self, seq: Sequence, num_waiting: int) -> None:
-        """Refuse `seq`, or cut its answer to `max_decode_len`.
+    def check(self, seq: Sequence, num_waiting: int, max_context: int | None) -> None:
+        """Refuse `seq`, or cut its answer to `max_decode_len`; `max_context` is the device's.
 
         Raises `Overloaded` if the queue is full, `RequestError` if it can never run.
         """
@@ -37,14 +36,14 @@ class Door:
             )
         if config.max_decode_len is not None:
             seq.max_new_tokens = min(seq.max_new_tokens, config.max_decode_len)
-        self._check_capacity(seq)
+        self._check_capacity(seq, max_context)
 
-    def _check_capacity(self, seq: Sequence) -> None:
+    def _check_capacity(self, seq: Sequence, max_context: int | None) -> None:
         total, sum_text = seq.max_tokens, f"{seq.num_prompt_tokens} + {seq.max_new_tokens}"
-        if self.max_context is not None and total > self.max_context:
+        if max_context is not None and total > max_context:
             raise self._too_long(
                 f"prompt and answer may come to {sum_text} = {total} tokens; the context holds"
-                f" {self.max_context}",
+                f" {max_context}",
                 "shorten the prompt or ask for fewer tokens",
             )
         cap = self.config.max_total_tokens

@@ -6,7 +6,7 @@ There is no prefill phase and no decode phase: in every step each sequence lets
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 
 from halogen_core.scheduler.admission import Door
@@ -14,6 +14,7 @@ from halogen_core.scheduler.blocks import BlockManagerProtocol
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.deadlines import Deadlines
 from halogen_core.scheduler.lanes import Lanes, is_long, lane_of
+from halogen_core.scheduler.limits import StepLimits
 from halogen_core.scheduler.pacing import BatchWindow, CostModel, StepBudget
 from halogen_core.scheduler.plan import StepPlan
 from halogen_core.scheduler.policy import FCFS, QueuePolicy
@@ -40,17 +41,16 @@ class Scheduler:
         *,
         policy: QueuePolicy | None = None,
         cost: CostModel | None = None,
-        limits: Limits | None = None,
+        limits: Callable[[], Limits] = Limits,
     ) -> None:
+        """`cost` and `limits` are the backend's; `limits` is asked again while running."""
         self.config = config
         self.blocks = blocks
         self.policy = FCFS() if policy is None else policy
-        limits = limits or Limits()
-        self.max_batch = min(config.max_batch, limits.max_sequences or config.max_batch)
-        self.max_tokens = min(config.max_batch_tokens, limits.max_tokens or config.max_batch_tokens)
+        self.limits = StepLimits(config, limits)
         self.waiting = {lane: WaitingQueue() for lane in Lane}
         self._residents = Residents(config, blocks)
-        self._door = Door(config, blocks.num_blocks, blocks.block_size, limits.max_context)
+        self._door = Door(config, blocks.num_blocks, blocks.block_size)
         self._budget = StepBudget(cost, config.tpot_target_s, blocks.block_size)
         self._window = BatchWindow.of(config)
         self._deadlines = Deadlines(config)
@@ -90,6 +90,8 @@ class Scheduler:
         held = sum(len(seq.block_table) for seq in self.running) * self.blocks.block_size
         return {
             "requests_long_lane": long,
+            "step_max_sequences": self.limits.max_sequences,
+            "step_max_tokens": self.limits.max_tokens,
             "kv_fragmentation_ratio": 1 - used / held if held else 0.0,
             **self.blocks.gauges(),
         }
@@ -99,7 +101,7 @@ class Scheduler:
 
         Raises `Overloaded` if the queue is full, `RequestError` if it can never run.
         """
-        self._door.check(seq, self.num_waiting)
+        self._door.check(seq, self.num_waiting, self.limits.max_context)
         seq.lane = lane_of(seq, self.config)
         self._serial += 1
         seq.key = (self.policy.key(seq), self._serial)
@@ -129,14 +131,20 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """This step's work."""
+        self.limits.refresh(now)
         self.blocks.begin_step()
         self._residents.begin_step()
         self._deadlines.expired.clear()
         for seq in self._deadlines.waited_too_long(self.waiting.values(), now):
             self.finish(seq)
         normal, long = self._has_work(Lane.NORMAL), self._has_work(Lane.LONG)
-        lane = self._lanes.next(normal=normal, long=long)
-        items, wait = self._long_step(now) if lane is Lane.LONG else self._normal_step(now)
+        turn = self._lanes.next(normal=normal, long=long)
+        items = self._long_step(now) if turn is Lane.LONG else []
+        wait = None
+        if not (items or self._residents.preempted):
+            items, wait = self._normal_step(now)
+        if not (items or self._residents.preempted):
+            items = self._long_step(now)
         for seq in self._residents.preempted:
             self.waiting[seq.lane].push(seq)
         self._counts["preemptions"] += len(self._residents.preempted)
@@ -184,7 +192,7 @@ class Scheduler:
         prompts: list[Sequence] = []
         make_room = self._residents.make_room
         fast, running = self.config.max_total_tokens is None, Status.RUNNING
-        for seq in tuple(self.running):
+        for seq in self._awake():
             if seq.status is not running:
                 continue
             computed = seq.num_computed_tokens
@@ -200,24 +208,33 @@ class Scheduler:
             return [item for item in items if item.seq.status is Status.RUNNING], None
         return items, self._admit(self.waiting[Lane.NORMAL], now, budget, items)
 
-    def _long_step(self, now: float) -> tuple[list[ScheduledSequence], float | None]:
+    def _awake(self) -> Tokens[Sequence]:
+        """Who may be in a normal step; fewer than run only after the device lowered its limits."""
+        most = self.limits.max_sequences
+        if self.num_running <= most:
+            return tuple(self.running)
+        return [seq for seq in self.running if not is_long(seq)][:most]
+
+    def _long_step(self, now: float) -> list[ScheduledSequence]:
         """Over-long prompts alone, one after the other, in slices that others can wait for."""
         items: list[ScheduledSequence] = []
         others = sum(not is_long(seq) for seq in self.running)
-        limit = max(self.blocks.block_size, self.max_tokens // 4) if others else self.max_tokens
+        limit = (
+            max(self.blocks.block_size, self.limits.max_tokens // 4)
+            if others
+            else self.limits.max_tokens
+        )
         budget = self._budget.prefill_tokens(max(1, others), 0, limit)
         prompts = [seq for seq in self.running if is_long(seq)][:1]
         self._continue_prompts(prompts, budget, items)
         if self._residents.preempted:
-            return [item for item in items if item.seq.status is Status.RUNNING], None
+            return [item for item in items if item.seq.status is Status.RUNNING]
         if not items and (head := self.waiting[Lane.LONG].head()):
             self._enter(head, now, budget, items)
-        if not items:
-            return self._normal_step(now)
-        return items, None
+        return items
 
     def _prompt_budget(self, items: list[ScheduledSequence]) -> int:
-        left = self.max_tokens - len(items)
+        left = self.limits.max_tokens - len(items)
         if self._budget.target_s is None:
             return left
         kv_tokens = sum(item.seq.num_computed_tokens for item in items)
@@ -256,13 +273,13 @@ class Scheduler:
             return None
         full = (
             oldest.num_preemptions > 0
-            or len(queue) >= self.max_batch - self.num_running
+            or len(queue) >= self.limits.max_sequences - self.num_running
             or queue.num_tokens >= budget
         )
         opens = self._window.opens(oldest.arrival, busy=self.num_running > 0, full=full)
         if now + 1e-9 < opens:
             return opens
-        while budget > 0 and self.num_running < self.max_batch:
+        while budget > 0 and self.num_running < self.limits.max_sequences:
             seq = queue.head()
             if seq is None or not (count := self._enter(seq, now, budget, items)):
                 return None
@@ -272,7 +289,7 @@ class Scheduler:
     def _enter(self, seq: Sequence, now: float, budget: int, items: list[ScheduledSequence]) -> int:
         """Let `seq` in and give it tokens of this step; 0: it must wait."""
         first = seq.started is None
-        if self.num_running >= self.max_batch or not self._residents.admit(seq, now):
+        if self.num_running >= self.limits.max_sequences or not self._residents.admit(seq, now):
             return 0
         self.waiting[seq.lane].remove(seq)
         if first:

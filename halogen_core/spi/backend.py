@@ -162,7 +162,12 @@ class Backend(Protocol[Array]):
         ...
 
     # -- advice and telemetry
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """What a step may hold now. Asked about once a second while running, between steps, so it
+        must be cheap; a device that throttles or runs short of memory lowers it, and raises it
+        again later. A lowered limit holds from the next step on: who no longer fits pauses.
+        """
+        ...
 
     def cost(self, shape: StepShape) -> Cost | None:
         """Predicted time of a step; None until something is known."""

@@ -7,6 +7,7 @@ from halogen_core.kv.ledger import breach
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence, Status
+from halogen_core.spi import Limits
 
 
 def next_token(prefix):
@@ -112,7 +113,7 @@ def drive():
     """Makes a driver: `drive(num_blocks, block_size, max_batch=.., ...)`."""
 
     def make(
-        num_blocks=64, block_size=4, *, pool=None, policy=None, cost=None, limits=None, **config
+        num_blocks=64, block_size=4, *, pool=None, policy=None, cost=None, limits=Limits, **config
     ):
         config = {"max_batch": 8, "max_batch_tokens": 64, "headroom": 0.0, **config}
         return Driver(

@@ -52,7 +52,7 @@ def test_a_full_queue_is_overload(drive, sequence):
 
 
 def test_the_backends_context_bounds_sequences(drive, sequence):
-    driver = drive(limits=Limits(max_context=12))
+    driver = drive(limits=lambda: Limits(max_context=12))
     with pytest.raises(RequestError, match=r"10 \+ 4 = 14 tokens; the context holds 12"):
         driver.scheduler.add(sequence(range(10), 4))
 
@@ -285,13 +285,72 @@ def test_no_place_is_idle_while_somebody_waits(drive, sequence):
 
 def test_the_backends_depth_bounds_a_step(drive, sequence):
     """A33: a device that takes three sequences gets no more, however much memory is free."""
-    driver = drive(512, 4, max_batch=8, limits=Limits(max_sequences=3, max_tokens=20))
+    driver = drive(512, 4, max_batch=8, limits=lambda: Limits(max_sequences=3, max_tokens=20))
     for i in range(8):
         driver.scheduler.add(sequence(range(i, i + 6), 4, arrival=0.0))
     while driver.scheduler.num_running or driver.scheduler.num_waiting:
         plan = driver.step(eos=None)
         assert len(plan.items) <= 3
         assert plan.num_tokens <= 20
+
+
+def test_limits_that_a_device_lowers_while_running_hold_and_nobody_loses_blocks(
+    drive, sequence, alone
+):
+    """C43: within a second of a throttled device's word; later arrivals pause and go on."""
+    told = {"now": Limits()}
+    driver = drive(1024, 4, max_batch=8, max_batch_tokens=64, limits=lambda: told["now"])
+    made = [sequence(range(i, i + 6), 300, arrival=0.0) for i in range(8)]
+    for seq in made:
+        driver.scheduler.add(seq)
+    assert len(driver.step(eos=None).items) == 8
+    told["now"] = Limits(max_sequences=2, max_tokens=16, max_context=100)
+    while len(plan := driver.step(eos=None).items) == 8:
+        assert driver.now < 1.05, "the device was not asked again"
+    assert driver.now > 0.9, "the device was asked in every step"
+    for _ in range(20):
+        assert [item.seq for item in plan] == made[:2]
+        plan = driver.step(eos=None).items
+    assert driver.scheduler.gauges()["step_max_sequences"] == 2
+    with pytest.raises(RequestError, match="the context holds 100"):
+        driver.scheduler.add(sequence(range(6), 100))
+    told["now"] = Limits()
+    driver.now += 1.0
+    assert len(driver.step(eos=None).items) == 8
+    while driver.scheduler.num_running:
+        driver.step(eos=None)
+    assert driver.scheduler.counters()["preemptions"] == 0
+    assert all(seq.token_ids == alone(range(i, i + 6), 300, None) for i, seq in enumerate(made))
+
+
+def test_a_long_prompt_takes_no_place_of_those_that_a_lowered_limit_leaves(drive, sequence):
+    told = {"now": Limits()}
+    driver = drive(512, 4, max_batch=4, long_prompt_tokens=20, limits=lambda: told["now"])
+    driver.scheduler.add(sequence(range(200), 4, arrival=0.0))
+    driver.scheduler.add(sequence(range(6), 4, arrival=0.0))
+    driver.step(eos=None)
+    told["now"] = Limits(max_sequences=1, max_tokens=8)
+    driver.now += 1.0
+    driver.run()
+    assert len(driver.finished) == 2
+
+
+def test_a_long_prompt_goes_on_when_those_that_wait_find_no_blocks(drive, sequence):
+    """The short one's turn, and every block is set aside for the long one: no step may be lost."""
+    driver = drive(5, 2, max_batch=3, max_batch_tokens=4, long_prompt_tokens=6, max_preemptions=0)
+    driver.scheduler.add(sequence(range(9), 1, arrival=0.0))
+    driver.step(eos=None)
+    driver.scheduler.add(sequence([1], 1, arrival=0.0))
+    while driver.scheduler.num_running or driver.scheduler.num_waiting:
+        assert driver.step(eos=None).items
+
+
+def test_a_limit_of_tokens_bounds_sequences_too(drive, sequence):
+    driver = drive(512, 4, max_batch=8, limits=lambda: Limits(max_tokens=3))
+    for i in range(8):
+        driver.scheduler.add(sequence(range(i, i + 6), 4, arrival=0.0))
+    while driver.scheduler.num_running or driver.scheduler.num_waiting:
+        assert driver.step(eos=None).num_tokens <= 3
 
 
 def test_slots_lost_to_fragmentation_are_few(drive, sequence):
