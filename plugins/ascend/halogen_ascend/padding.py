@@ -9,6 +9,12 @@ import numpy as np
 
 from halogen_core.spi import SamplingBatch, StepBatch
 
+STEP_ARRAYS = (
+    *("token_ids", "positions", "slot_mapping", "query_start_loc"),
+    *("seq_lens", "block_tables", "logit_rows"),
+)
+"""Fields of a step that have a device side, refilled at each replay."""
+
 
 @attrs.frozen(kw_only=True)
 class TrashBlock:

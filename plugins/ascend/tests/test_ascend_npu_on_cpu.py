@@ -6,10 +6,10 @@ import torch
 from ascend_oracle import attend
 from ascend_steps import BLOCK, step
 
+from halogen_ascend.constraints import attention_denials, check_block_size, check_lengths
 from halogen_ascend.errors import OutOfRange
 from halogen_ascend.npu import kv as npu_kv
 from halogen_ascend.npu.composed import composed_attention
-from halogen_ascend.npu.constraints import attention_denials, check_block_size, check_lengths
 from halogen_core.spi import (
     AttentionSpec,
     BackendOptions,

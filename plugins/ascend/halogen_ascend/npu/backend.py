@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_ascend.buckets import Buckets
+from halogen_ascend.constraints import BLOCK_SIZES, attention_denials
 from halogen_ascend.import_errors import explain_import_error
 from halogen_ascend.npu import graph, kv
-from halogen_ascend.npu.constraints import attention_denials
 from halogen_ascend.npu.ops import NpuOps
 from halogen_ascend.npu.weights import Int8Weight, pack_int8
 from halogen_ascend.padding import TrashBlock, pad
@@ -87,7 +87,7 @@ class NpuBackend(TorchBackend):
             whole,
             weight_formats={**whole.weight_formats, **dict.fromkeys(INT8_FORMATS, "native")},
             kv_dtypes=("bf16", "f16") if self.dtype is torch.bfloat16 else ("f16", "bf16"),
-            kv_block_sizes=(128, 256, 384, 512),
+            kv_block_sizes=BLOCK_SIZES,
             graph_capture=True,
             alignment=512,
             deterministic=False,

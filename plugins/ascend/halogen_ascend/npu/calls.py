@@ -13,8 +13,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from halogen_ascend.npu import constraints
+from halogen_ascend import constraints
 
+FRACTAL_NZ, ND = 29, 2
+"""The vendor's numbers of the two formats."""
 MASK_SIZE = 2048
 CAUSAL, BAND = 3, 4
 
@@ -158,12 +160,12 @@ def weight_quantised_linear(
 def to_nz(weight: Tensor) -> Tensor:
     """Cast to FRACTAL_NZ; from here on no view, slice or pad of it."""
     constraints.check_nz_allowed(str(weight.dtype).removeprefix("torch."))
-    return _tensor(_npu().npu_format_cast(weight, constraints.FRACTAL_NZ))
+    return _tensor(_npu().npu_format_cast(weight, FRACTAL_NZ))
 
 
 def to_nd(weight: Tensor) -> Tensor:
     """Back to rows and columns."""
-    return _tensor(_npu().npu_format_cast(weight, constraints.ND))
+    return _tensor(_npu().npu_format_cast(weight, ND))
 
 
 def gate_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

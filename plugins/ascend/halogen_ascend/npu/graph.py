@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from halogen_ascend.npu import calls
-from halogen_ascend.padding import TrashBlock, pad
+from halogen_ascend.padding import STEP_ARRAYS, TrashBlock, pad
 from halogen_core.spi import Sampled, StepBatch, StepMeta
 
 MakeCall = Callable[[StepBatch], calls.PagedCall]
-_FIELDS = (
-    *("token_ids", "positions", "slot_mapping", "query_start_loc"),
-    *("seq_lens", "block_tables", "logit_rows"),
-)
 
 
 @attrs.frozen(eq=False)
@@ -91,7 +87,7 @@ class NpuReplay:
 
 def refill(meta: StepMeta[Tensor], batch: StepBatch) -> None:
     """Copy a batch into the captured step's own input tensors."""
-    for name in _FIELDS:
+    for name in STEP_ARRAYS:
         getattr(meta, name).copy_(torch.from_numpy(getattr(batch, name)))
 
 

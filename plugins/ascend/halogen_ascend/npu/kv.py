@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_ascend.npu.constraints import check_block_size
+from halogen_ascend.constraints import check_kv, check_kv_blocks
 from halogen_core.spi import (
-    ConfigError,
     KVBlocks,
     KVCache,
     KVLayout,
@@ -67,13 +66,7 @@ def npu_kv(kv: KVCache) -> NpuKV:
 
 def layout_of(spec: KVSpec) -> KVLayout:
     """Raises `ConfigError` for a block size or dtype that the operators cannot do."""
-    check_block_size(spec.block_size)
-    if spec.dtype not in DTYPES:
-        raise ConfigError(
-            f"KV dtype `{spec.dtype}` is not supported; `ascend` stores {', '.join(DTYPES)}",
-            code="HRT-7108",
-            fix="set --kv-dtype f16",
-        )
+    check_kv(spec, DTYPES)
     return KVLayout(
         spec=spec,
         id=f"ascend-norm-{spec.dtype}",
@@ -119,12 +112,7 @@ def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
 def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     """The inverse of `export_blocks`; raises `ConfigError` if the spec differs."""
     cache = npu_kv(kv)
-    if data.spec != cache.spec or data.data.shape != kv_block_shape(cache.spec, len(blocks)):
-        raise ConfigError(
-            f"KV blocks of {data.spec} do not fit a pool of {cache.spec}",
-            code="HRT-7108",
-            fix="import into a pool with the same layers, heads, dtype and block size",
-        )
+    check_kv_blocks(cache.spec, blocks, data)
     spec, index = cache.spec, list(blocks)
     rows = torch.from_numpy(np.ascontiguousarray(data.data)).view(DTYPES[spec.dtype])
     for layer in range(spec.num_layers):

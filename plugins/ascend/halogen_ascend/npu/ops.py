@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halogen_ascend.constraints import attention_denials
 from halogen_ascend.npu import calls
 from halogen_ascend.npu.composed import composed_attention
-from halogen_ascend.npu.constraints import attention_denials
 from halogen_ascend.npu.graph import TaskList
 from halogen_ascend.npu.kv import NpuKV, npu_kv
 from halogen_ascend.npu.weights import Int8Weight

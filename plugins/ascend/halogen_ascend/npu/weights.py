@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from halogen_ascend.constraints import MAX_QUANT_COLUMNS
 from halogen_ascend.npu import calls
-from halogen_ascend.npu.constraints import MAX_QUANT_COLUMNS
-from halogen_ascend.weights.dequantize import int8_parts
-from halogen_core.spi import ConfigError, PackedWeight, QuantTensor, WeightRole
+from halogen_ascend.weights.dequantize import stack_int8
+from halogen_core.spi import PackedWeight, QuantTensor, WeightRole
 
 
 @attrs.frozen(eq=False)
@@ -41,16 +41,7 @@ def pack_int8(
     parts: Sequence[QuantTensor], device: torch.device, dtype: torch.dtype
 ) -> PackedWeight[Tensor]:
     """Stack parts along the output axis and cast them to NZ; all of one format."""
-    formats = {p.format for p in parts}
-    if len(formats) > 1:
-        raise ConfigError(
-            f"parts of one weight have formats {sorted(formats)}; they must agree",
-            code="HRT-7106",
-            fix="give Q, K and V (gate and up) the same entry in the quant config",
-        )
-    scheme = formats.pop()
-    pairs = [int8_parts(p) for p in parts]
-    values, scales = torch.cat([v for v, _ in pairs]), torch.cat([s for _, s in pairs])
+    scheme, values, scales = stack_int8(parts)
     scale_dtype = torch.float32 if scheme == "W8A8" else dtype
     width = MAX_QUANT_COLUMNS // 32 * 32
     pieces = tuple(

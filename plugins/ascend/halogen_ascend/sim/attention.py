@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 import torch
 
+from halogen_ascend.constraints import FUSED_HEAD_DIMS
 from halogen_ascend.errors import OutOfRange
 from halogen_ascend.sim.kvcache import KVPool
 from halogen_ascend.sim.nz import ROWS
@@ -21,8 +22,6 @@ from halogen_ascend.sim.tasks import MicroTask, Program
 from halogen_core.spi import AttentionSpec, StepBatch
 
 QUERY_TILE = 128
-FUSED_HEAD_DIMS = (64, 128, 192)
-"""What the fused operator takes; other sizes run composed: scores travel through HBM."""
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -119,6 +118,7 @@ def _partial(
     blocks = tile.blocks[first : -(-high // size)]
     rows = -(-(tile.q1 - tile.q0) * call.group // ROWS) * ROWS
     itemsize = 4 if call.kv.spec.dtype == "f32" else 2
+    # other sizes run composed: their scores travel through memory
     fused = dim in FUSED_HEAD_DIMS
 
     def run() -> None:

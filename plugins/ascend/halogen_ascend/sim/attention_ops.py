@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from halogen_ascend.constraints import FUSED_HEAD_DIMS
 from halogen_ascend.sim import attention as paged
 from halogen_ascend.sim import vector
 from halogen_ascend.sim.buffer import DeviceBuffer
@@ -80,7 +81,7 @@ class AttentionOps(Launcher):
     ) -> DeviceBuffer:
         refuse_attention("attention", spec)
         out = self.new(*q.shape)
-        if spec.head_dim not in paged.FUSED_HEAD_DIMS:
+        if spec.head_dim not in FUSED_HEAD_DIMS:
             self.composed += 1
 
         def build(host: StepBatch | None) -> Program:

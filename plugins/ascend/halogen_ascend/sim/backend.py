@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from halogen_ascend.advice import Advice
 from halogen_ascend.buckets import Buckets
+from halogen_ascend.constraints import BLOCK_SIZES, FUSED_HEAD_DIMS
 from halogen_ascend.options import SimOptions
 from halogen_ascend.padding import TrashBlock
 from halogen_ascend.sim import graph as graphs
 from halogen_ascend.sim import weights
-from halogen_ascend.sim.attention import FUSED_HEAD_DIMS
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import SimDevice
 from halogen_ascend.sim.faults import FaultPlan
@@ -24,7 +24,7 @@ from halogen_ascend.sim.memory import Hbm
 from halogen_ascend.sim.ops import SimOps
 from halogen_ascend.sim.plan import plan, tiers
 from halogen_ascend.sim.rope import RopeTables
-from halogen_ascend.sim.signatures import BLOCK_SIZES, refusals
+from halogen_ascend.sim.signatures import refusals
 from halogen_core.spi import (
     FORMATS,
     OPS,

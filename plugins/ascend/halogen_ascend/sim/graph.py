@@ -12,20 +12,10 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from halogen_ascend.buckets import Buckets
-from halogen_ascend.padding import TrashBlock, pad
+from halogen_ascend.padding import STEP_ARRAYS, TrashBlock, pad
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import Recorded, SimDevice
 from halogen_core.spi import Sampled, StepBatch, StepMeta
-
-_FIELDS = [
-    "token_ids",
-    "positions",
-    "slot_mapping",
-    "query_start_loc",
-    "seq_lens",
-    "block_tables",
-    "logit_rows",
-]
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +28,7 @@ class StepInputs:
     @classmethod
     def upload(cls, device: SimDevice, batch: StepBatch) -> StepInputs:
         """New buffers with the batch's contents."""
-        return cls(device, {name: device.copy_in(getattr(batch, name)) for name in _FIELDS})
+        return cls(device, {name: device.copy_in(getattr(batch, name)) for name in STEP_ARRAYS})
 
     def refill(self, batch: StepBatch) -> None:
         """The same buffers with another batch of the same shape."""

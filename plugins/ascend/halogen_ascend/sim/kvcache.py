@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import torch
 
+from halogen_ascend.constraints import check_kv, check_kv_blocks
 from halogen_ascend.errors import OutOfRange, PoisonRead
 from halogen_ascend.padding import PaddedStep
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
@@ -26,26 +27,12 @@ from halogen_core.spi import (
     kv_block_shape,
 )
 
-BLOCK_UNIT = 128
-BLOCK_MAX = 512
 KV_DTYPES = ("f16", "bf16", "f32")
 
 
 def kv_layout(spec: KVSpec) -> KVLayout:
     """The NZ layout of `spec`. Raises `ConfigError` (HRT-7108) for blocks the part cannot do."""
-    if spec.block_size % BLOCK_UNIT or not 0 < spec.block_size <= BLOCK_MAX:
-        raise ConfigError(
-            f"block size {spec.block_size} is impossible; `ascend` wants multiples of "
-            f"{BLOCK_UNIT} up to {BLOCK_MAX}",
-            code="HRT-7108",
-            fix="set --block-size 128",
-        )
-    if spec.dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"KV dtype `{spec.dtype}` is not supported; `ascend` stores {', '.join(KV_DTYPES)}",
-            code="HRT-7108",
-            fix="set --kv-dtype f16",
-        )
+    check_kv(spec, KV_DTYPES)
     padded = _fractals(spec.head_dim) * 16
     row = spec.num_kv_heads * padded * ITEMSIZE[spec.dtype]
     return KVLayout(
@@ -182,14 +169,7 @@ class KVPool:
         """The inverse of `export`."""
         self.check_ids("kv_import", blocks)
         spec = self.spec
-        expected = kv_block_shape(spec, len(blocks))
-        if data.spec != spec or data.data.shape != expected:
-            raise ConfigError(
-                f"KV blocks of {data.spec} and shape {data.data.shape} do not fit "
-                f"{len(blocks)} blocks {expected} of {spec}",
-                code="HRT-7108",
-                fix="import into a pool with the same layers, heads, dtype and block size",
-            )
+        check_kv_blocks(spec, blocks, data)
         shape = (len(blocks), spec.num_layers, 2, spec.block_size, spec.num_kv_heads, -1)
         host = torch.from_numpy(np.ascontiguousarray(data.data)).reshape(-1)
         rows = host.view(TORCH[spec.dtype]).reshape(shape)

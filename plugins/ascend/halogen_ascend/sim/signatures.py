@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from halogen_ascend.sim.kvcache import BLOCK_MAX, BLOCK_UNIT, KV_DTYPES
+from halogen_ascend.constraints import BLOCK_SIZES, MAX_GROUP, MAX_HEADS
+from halogen_ascend.sim.kvcache import KV_DTYPES
 from halogen_ascend.weights.dequantize import INT8_FORMATS
 from halogen_core.spi import FORMATS, OPS, AttentionSpec, MoESpec, OpSignature, UnsupportedOp
-
-BLOCK_SIZES = tuple(range(BLOCK_UNIT, BLOCK_MAX + 1, BLOCK_UNIT))
-MAX_GROUP = 64
-"""Query heads per KV head that the fused operator takes."""
-MAX_HEADS = 256
 
 
 def refusals(signature: OpSignature, compute: str) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ import torch
 
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import TORCH, SimDevice
-from halogen_ascend.sim.nz import ROWS, c0, from_nz, nz_shape, to_nz
+from halogen_ascend.sim.nz import ROWS, c0, from_nz, to_nz
 from halogen_ascend.sim.tasks import split
-from halogen_ascend.weights.dequantize import INT8_FORMATS, dequantize, int8_parts
-from halogen_core.spi import ConfigError, PackedWeight, QuantTensor, WeightRole
+from halogen_ascend.weights.dequantize import INT8_FORMATS, dequantize, stack_int8
+from halogen_core.spi import PackedWeight, QuantTensor, WeightRole
 
 INT8_MAX = 127.0
 
@@ -151,15 +151,8 @@ def _pack(
         values = torch.cat([dequantize(p) for p in parts], dim=1)
         each = tuple(_plain(device, matrix, compute) for matrix in values)
         return Experts(each), tuple(values.shape), f"nz-{compute}"
-    formats = {p.format for p in parts}
-    if formats & INT8_FORMATS:
-        if len(formats) > 1:
-            raise ConfigError(
-                f"parts of one weight have formats {sorted(formats)}; they must agree",
-                code="HRT-7106",
-                fix="give Q, K and V (gate and up) the same entry in the quant config",
-            )
-        return _int8(device, parts, formats.pop())
+    if INT8_FORMATS.intersection(p.format for p in parts):
+        return _int8(device, parts)
     values = torch.cat([dequantize(p) for p in parts])
     if role is WeightRole.EMBEDDING:
         buffer = _store(device, values, compute)
@@ -173,15 +166,11 @@ def _plain(device: SimDevice, values: torch.Tensor, compute: str) -> Weight:
     return Weight(device, _store(device, tiles, compute, layout="nz"), n, k).decoded()
 
 
-def _int8(
-    device: SimDevice, parts: list[QuantTensor], scheme: str
-) -> tuple[Weight, tuple[int, ...], str]:
-    pairs = [int8_parts(p) for p in parts]
-    values = torch.cat([q for q, _ in pairs])
+def _int8(device: SimDevice, parts: list[QuantTensor]) -> tuple[Weight, tuple[int, ...], str]:
+    scheme, values, scales = stack_int8(parts)
     n, k = values.shape
-    assert nz_shape(k, n, 1)[3] == c0(1)
     buffer = _store(device, to_nz(values.T), "i8", layout="nz")
-    scale = _store(device, torch.cat([s for _, s in pairs]), "f32")
+    scale = _store(device, scales, "f32")
     return Weight(device, buffer, n, k, scheme, scale).decoded(), (n, k), f"nz-{scheme}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import gguf
@@ -44,6 +45,22 @@ def int8_parts(tensor: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     values = torch.from_numpy(tensor.data.view(np.int8).reshape(tensor.shape).copy())
     return values, torch.from_numpy(tensor.aux["scale"].astype(np.float32))
+
+
+def stack_int8(parts: Sequence[QuantTensor]) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Scheme, values int8 [N, K] and scales float32 [N] of parts stacked along the outputs.
+
+    Raises `ConfigError` (HRT-7106) when their formats differ: they are one weight on the device.
+    """
+    formats = sorted({p.format for p in parts})
+    if len(formats) > 1:
+        raise ConfigError(
+            f"parts of one weight have formats {', '.join(formats)}; they must agree",
+            code="HRT-7106",
+            fix="give Q, K and V (gate and up) the same entry in the quant config",
+        )
+    pairs = [int8_parts(p) for p in parts]
+    return formats[0], torch.cat([v for v, _ in pairs]), torch.cat([s for _, s in pairs])
 
 
 def dequantize(tensor: QuantTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the operators do not check themselves until they crash: our own checks, on plain numbers.
+"""What both runtimes refuse before an operator would crash: checks on plain numbers.
 
 Meta kernels accept a block size of 100 or a head dim of 80; the device does not. Limits are those
 of the vendor's operator documents for CANN 8 and torch_npu 2.13.
@@ -6,27 +6,61 @@ of the vendor's operator documents for CANN 8 and torch_npu 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from halogen_ascend.errors import LayoutError, OutOfRange
-from halogen_core.spi import AttentionSpec, ConfigError, UnsupportedOp
+from halogen_core.spi import (
+    AttentionSpec,
+    ConfigError,
+    KVBlocks,
+    KVSpec,
+    UnsupportedOp,
+    kv_block_shape,
+)
 
-FRACTAL_NZ, ND = 29, 2
+BLOCK_SIZES = (128, 256, 384, 512)
+"""Paged prefill wants 128 to 512 in multiples of 128; one size serves decode too."""
 FUSED_HEAD_DIMS = (64, 128, 192)
+"""What fused attention takes in layout TND."""
 MAX_SEQUENCES = 4096
 MAX_HEADS = 256
 MAX_GROUP = 64
+"""Query heads per KV head."""
 MAX_KV_WIDTH = 65535
 MAX_QUANT_COLUMNS = 65535
 
 
 def check_block_size(size: int) -> None:
-    """Paged prefill wants 128 to 512 in multiples of 128; one size serves decode too."""
-    if size % 128 or not 128 <= size <= 512:
+    """Raises `ConfigError` (HRT-7108) for a KV block that the part cannot do."""
+    if size not in BLOCK_SIZES:
         raise ConfigError(
-            f"block size {size} is impossible; `ascend` wants 128, 256, 384 or 512",
+            f"block size {size} is impossible; `ascend` wants one of "
+            f"{', '.join(map(str, BLOCK_SIZES))}",
             code="HRT-7108",
             fix="set --block-size 128",
+        )
+
+
+def check_kv(spec: KVSpec, dtypes: Collection[str]) -> None:
+    """Raises `ConfigError` (HRT-7108) for a block size or a dtype that the part cannot do."""
+    check_block_size(spec.block_size)
+    if spec.dtype not in dtypes:
+        raise ConfigError(
+            f"KV dtype `{spec.dtype}` is not supported; `ascend` stores {', '.join(dtypes)}",
+            code="HRT-7108",
+            fix="set --kv-dtype f16",
+        )
+
+
+def check_kv_blocks(spec: KVSpec, blocks: Sequence[int], data: KVBlocks) -> None:
+    """Raises `ConfigError` (HRT-7108) for blocks that another layout exported."""
+    expected = kv_block_shape(spec, len(blocks))
+    if data.spec != spec or data.data.shape != expected:
+        raise ConfigError(
+            f"KV blocks of {data.spec} and shape {data.data.shape} do not fit {len(blocks)} "
+            f"blocks {expected} of {spec}",
+            code="HRT-7108",
+            fix="import into a pool with the same layers, heads, dtype and block size",
         )
 
 
