@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 
 from halogen_conformance.case import Case, Failure, Filtered, Measurement
-from halogen_conformance.oracle.formats import stored
+from halogen_conformance.oracle.formats import DENSE, stored
 from halogen_conformance.oracle.numbers import Arithmetic, Values, round_to
 from halogen_conformance.target import Target
-from halogen_conformance.tolerance import Tolerances, distance, judge
+from halogen_conformance.tolerance import Tolerances, distance, judge, spread
 from halogen_core.spi import (
     Backend,
     Capabilities,
@@ -55,6 +55,14 @@ class Bench:
     def arithmetic(self) -> Arithmetic:
         """How the same-dtype reference computes."""
         return Arithmetic(self.dtype)
+
+    def rounds(self, quantised: bool) -> bool:
+        """Whether the backend may round activations to 8 bits here: it says so beforehand."""
+        return quantised and self.capabilities.quantized_activations
+
+    def arithmetic_for(self, form: str) -> Arithmetic:
+        """How the same-dtype reference computes products with weights of a format."""
+        return Arithmetic(self.dtype, eight_bit=self.rounds(form not in DENSE))
 
     # -- making inputs
 
@@ -165,13 +173,17 @@ class Bench:
         slack: float = 0.0,
     ) -> None:
         """Judge values against the oracle and record the measurement."""
+        op, dtype = op or self.case.topic, dtype or self.dtype
         own = distance(reference, exact, f"reference of {what}")
-        allowed = self.tolerances.allowed(
-            op or self.case.topic, dtype or self.dtype, length, own, quantised=quantised
-        )
-        measured = Measurement(
-            what=what, error=distance(got, exact, what), reference=own, allowed=allowed + slack
-        )
+        allowed = self.tolerances.allowed(op, dtype, length, own) + slack
+        self._judge(what, distance(got, exact, what), own, allowed)
+        if self.rounds(quantised):
+            own = spread(reference, exact, f"reference of {what}")
+            allowed = self.tolerances.allowed_spread(op, dtype, length, own, got.size) + slack
+            self._judge(f"{what}, all errors", spread(got, exact, what), own, allowed)
+
+    def _judge(self, what: str, error: float, reference: float, allowed: float) -> None:
+        measured = Measurement(what=what, error=error, reference=reference, allowed=allowed)
         self.measurements.append(measured)
         judge(measured)
 

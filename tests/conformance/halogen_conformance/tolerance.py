@@ -23,7 +23,7 @@ class Row:
     factor: float
     rounding: float
     accumulate: float
-    activations: float
+    spread: float
 
 
 @cache
@@ -38,7 +38,6 @@ def table() -> dict[str, Row]:
 class Tolerances:
     """The table for one backend, as it asked to be judged."""
 
-    quantized_activations: bool = False
     tightened: Mapping[str, float] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -50,20 +49,42 @@ class Tolerances:
                     fix="mend the numerics, or file a waiver with a reason, a link and an expiry",
                 )
 
-    def allowed(
-        self, op: str, dtype: str, length: int, reference: float, *, quantised: bool = False
-    ) -> float:
+    def allowed(self, op: str, dtype: str, length: int, reference: float) -> float:
         """The largest error, in root mean squares of a row."""
         row = table().get(op, table()["default"])
-        floor = row.rounding * EPSILON[dtype]
-        floor += row.accumulate * EPSILON["f32"] * math.sqrt(max(length, 1))
-        if quantised and self.quantized_activations:
-            floor += row.activations
-        return (row.factor * reference + floor) * self.tightened.get(op, 1.0)
+        return self._of(op, row.factor * reference + _floor(row, dtype, length))
+
+    def allowed_spread(
+        self, op: str, dtype: str, length: int, reference: float, count: int
+    ) -> float:
+        """The root mean square error of `count` values, where activations are rounded to 8 bits."""
+        row = table().get(op, table()["default"])
+        # two independent draws of a root mean square over n values differ by 1 / sqrt(n): two sigmas
+        factor = row.spread * (1 + 2 / math.sqrt(max(count, 1)))
+        return self._of(op, factor * reference + _floor(row, dtype, length))
+
+    def _of(self, op: str, allowed: float) -> float:
+        return allowed * self.tightened.get(op, 1.0)
+
+
+def _floor(row: Row, dtype: str, length: int) -> float:
+    accumulated = row.accumulate * EPSILON["f32"] * math.sqrt(max(length, 1))
+    return row.rounding * EPSILON[dtype] + accumulated
 
 
 def distance(got: Values, exact: Values, what: str) -> float:
     """Largest difference in root mean squares of its row; raises where NaN or infinity differ."""
+    return float(relative_errors(got, exact, what).max(initial=0.0))
+
+
+def spread(got: Values, exact: Values, what: str) -> float:
+    """Root mean square of the differences, each in root mean squares of its row."""
+    errors = relative_errors(got, exact, what)
+    return float(np.sqrt(np.mean(errors * errors))) if errors.size else 0.0
+
+
+def relative_errors(got: Values, exact: Values, what: str) -> Values:
+    """Differences in root mean squares of their row; raises where NaN or infinity differ."""
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
     if got.shape != exact.shape:
         raise Failure(f"{what}: shape is {got.shape}, expected {exact.shape}")
@@ -77,13 +98,12 @@ def distance(got: Values, exact: Values, what: str) -> float:
             f"{got[at]} instead of {exact[at]}"
         )
     if not finite.any():
-        return 0.0
+        return np.zeros(exact.shape)
     clean = np.where(finite, exact, 0)
     difference = np.abs(np.where(finite, got, 0) - clean)
     scale = np.sqrt(np.mean(clean * clean, axis=-1, keepdims=True)) if exact.ndim else 1.0
     relative = np.divide(difference, scale, out=np.zeros_like(difference), where=scale > 0)
-    relative = np.where((scale == 0) & (difference > 0), np.inf, relative)
-    return float(relative.max(initial=0.0))
+    return np.where((scale == 0) & (difference > 0), np.inf, relative)
 
 
 def judge(measurement: Measurement) -> None:

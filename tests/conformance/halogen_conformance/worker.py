@@ -58,10 +58,7 @@ class Benches:
         return Bench(
             backend=backend,
             capabilities=claims,  # type: ignore[arg-type]
-            tolerances=Tolerances(
-                quantized_activations=bool(claims and claims.quantized_activations),
-                tightened=self._extras.tolerances,
-            ),
+            tolerances=Tolerances(tightened=self._extras.tolerances),
             case=case,
             target=self._target,
             reopen=lambda: self._target.open(case.opening),

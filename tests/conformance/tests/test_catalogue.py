@@ -5,10 +5,11 @@ import re
 import pytest
 
 from halogen_conformance import LEVELS
+from halogen_conformance.bench import Bench
 from halogen_conformance.catalogue import must_pass_text, suite_cases
 from halogen_conformance.freeze import FOLDER
 from halogen_conformance.tolerance import Tolerances, table
-from halogen_core.spi import OPS, ConfigError
+from halogen_core.spi import OPS, Capabilities, ConfigError
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -45,8 +46,18 @@ def test_tolerance_grows_with_dtype_and_length_and_shrinks_when_tightened():
     assert tight.allowed("linear", "f32", 64, 1e-3) == plain.allowed("linear", "f32", 64, 1e-3) / 2
 
 
-def test_quantised_activations_get_room_only_where_they_are_declared_and_used():
-    row, declared = table()["linear"], Tolerances(quantized_activations=True)
-    plain = Tolerances().allowed("linear", "f32", 64, 0, quantised=True)
-    assert declared.allowed("linear", "f32", 64, 0) == plain
-    assert declared.allowed("linear", "f32", 64, 0, quantised=True) == plain + row.activations
+def test_the_spread_of_many_errors_may_differ_less_than_that_of_few():
+    few, many = (Tolerances().allowed_spread("linear", "f32", 64, 0.01, n) for n in (48, 4800))
+    factor = table()["default"].spread
+    assert factor * 0.01 < many < few < 2 * 0.01
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_activations_are_rounded_only_where_that_is_declared_and_the_weight_quantised(declared):
+    claims = Capabilities(
+        name="x", device="x:0", compute_dtypes=("f32",), quantized_activations=declared
+    )
+    case = suite_cases()[0]
+    bench = Bench(backend=None, capabilities=claims, tolerances=Tolerances(), case=case)
+    assert bench.arithmetic_for("Q4_K").eight_bit is declared
+    assert not bench.arithmetic_for("BF16").eight_bit

@@ -10,6 +10,7 @@ import halogen_conformance
 from halogen_conformance.oracle import formats, goldens
 from halogen_conformance.oracle.numbers import (
     EPSILON,
+    eight_bit,
     from_bf16,
     kv_bytes,
     kv_error,
@@ -49,6 +50,14 @@ def test_oracle_imports_no_backend_and_no_torch():
                     "halogen_core", "math", "numpy", "typing",
                 }, name  # fmt: skip
                 assert not name.startswith("halogen_core") or name == "halogen_core.spi", name
+
+
+def test_eight_bits_share_a_scale_in_blocks_of_32():
+    x = np.zeros((1, 64))
+    x[0, :4], x[0, 32:35] = (127.0, 1.4, -1.6, 0.4), (12.7, 0.14, -0.04)
+    wanted = np.zeros((1, 64))
+    wanted[0, :4], wanted[0, 32:35] = (127.0, 1.0, -2.0, 0.0), (12.7, 0.1, 0.0)
+    np.testing.assert_allclose(eight_bit(x), wanted, rtol=1e-12)
 
 
 def test_bf16_rounds_to_nearest_even_as_torch_does():

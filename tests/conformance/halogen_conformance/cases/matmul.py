@@ -21,8 +21,6 @@ from halogen_core.spi import (
     WeightRole,
 )
 
-DENSE = ("F32", "F16", "BF16")
-
 
 def cases() -> Iterator[Case]:
     """All of them."""
@@ -73,6 +71,15 @@ def linear_cases() -> Iterator[Case]:
                 column=form,
                 signature=_formatted("linear", form),
             )
+    run = partial(linear, tokens=5, widths=(64,), k=1024, form="Q8_0", loud=True)
+    yield from op_cases(
+        "linear",
+        "Q8_0-loud-block",
+        "activations rounded with one scale for a whole row, or with another block's",
+        run,
+        column="Q8_0",
+        signature=_formatted("linear", "Q8_0"),
+    )
     run = partial(linear, tokens=3, widths=(32, 32), k=256, form="Q4_K", form2="Q6_K")
     yield from op_cases(
         "linear",
@@ -103,6 +110,7 @@ def linear(
     form2: str = "",
     bias: bool = False,
     spoil: bool = False,
+    loud: bool = False,
     std: float = 1.0,
 ) -> None:
     kinds = [form, form2] if form2 else [form] * len(widths)
@@ -111,7 +119,9 @@ def linear(
     x = bench.draw(tokens, k, std=std)
     if spoil:
         x[1, k // 3] = np.nan
-    packed, a = bench.weight(*parts), bench.arithmetic
+    if loud:
+        x[:, k // 2 : k // 2 + 32] *= 16
+    packed, a = bench.weight(*parts), bench.arithmetic_for(form)
     offset = bench.draw(sum(widths)) if bias else None
     packed_bias = None if offset is None else bench.weight(offset, role=WeightRole.BIAS)
     given = bench.activation(x)
@@ -120,7 +130,7 @@ def linear(
         exact.linear(x, weight, offset),
         exact.linear(x, a.store(weight), offset, a),
         length=k,
-        quantised=form not in DENSE,
+        quantised=form not in formats.DENSE,
         keeps=[given],
     )
 
@@ -158,26 +168,30 @@ def mlp(
     gate = _draw_weight(bench, (inner, hidden), form)
     up = _draw_weight(bench, (inner, hidden), form)
     down = _draw_weight(bench, (hidden, inner), form)
-    x, a, ops = bench.draw(tokens, hidden), bench.arithmetic, bench.backend.ops
+    x, a, ops = bench.draw(tokens, hidden), bench.arithmetic_for(form), bench.backend.ops
     gate_up = np.concatenate([formats.values_of(gate), formats.values_of(up)])
     down_values = formats.values_of(down)
     packed, packed_down, given = bench.weight(gate, up), bench.weight(down), bench.activation(x)
+    truth = exact.mlp(x, gate_up, down_values, kind)
+    reference = exact.mlp(x, a.store(gate_up), a.store(down_values), kind, a)
     got = bench.measure(
         lambda: ops.mlp(given, packed, packed_down, kind),
-        exact.mlp(x, gate_up, down_values, kind),
-        exact.mlp(x, a.store(gate_up), a.store(down_values), kind, a),
+        truth,
+        reference,
         length=hidden + inner,
-        quantised=form not in DENSE,
+        quantised=form not in formats.DENSE,
         keeps=[given],
     )
-    composed = ops.linear(ops.gated_act(ops.linear(given, packed), kind), packed_down)
+    composed = bench.download(
+        ops.linear(ops.gated_act(ops.linear(given, packed), kind), packed_down)
+    )
     bench.compare(
         got,
-        bench.download(composed),
-        exact.mlp(x, a.store(gate_up), a.store(down_values), kind, a),
+        composed,
+        composed + (reference - truth),
         what="fused against composed",
         length=hidden + inner,
-        quantised=form not in DENSE,
+        quantised=form not in formats.DENSE,
     )
 
 
@@ -232,7 +246,7 @@ def moe(
     inner: int = 48,
     ties: bool = False,
 ) -> None:
-    count, a = spec.num_experts, bench.arithmetic
+    count, a = spec.num_experts, bench.arithmetic_for(form)
     router = bench.draw(count, hidden)
     if ties:
         router[:] = router[:1]
@@ -253,7 +267,7 @@ def moe(
         exact.moe(x, router, gate_up, down_values, spec),
         exact.moe(x, router, a.store(gate_up), a.store(down_values), spec, a),
         length=hidden + inner,
-        quantised=form not in DENSE,
+        quantised=form not in formats.DENSE,
         keeps=[given],
     )
 
@@ -307,7 +321,7 @@ def logits(
     std: float = 1.0,
 ) -> None:
     weight = _draw_weight(bench, (vocab, hidden), form)
-    values, a = formats.values_of(weight), bench.arithmetic
+    values, a = formats.values_of(weight), bench.arithmetic_for(form)
     x = bench.draw(rows, hidden, std=std)
     packed, given = bench.weight(weight), bench.activation(x)
     bench.measure(
@@ -315,7 +329,7 @@ def logits(
         exact.logits(x, values, scale, softcap),
         exact.logits(x, a.store(values), scale, softcap, a),
         length=hidden,
-        quantised=form not in DENSE,
+        quantised=form not in formats.DENSE,
         dtype="f32",
         keeps=[given],
     )

@@ -203,7 +203,7 @@ def greedy(bench: Bench) -> None:
         meta = backend.upload_step(batch)
         sampled = placed.decoder.step(backend.ops, meta, placed.kv)
         token = int(bench.download(sampled.token_ids)[0])
-        truth = oracle_logits(placed.checkpoint, tokens, "f64")[-1]
+        truth = oracle_logits(placed.checkpoint, tokens)[-1]
         best = np.sort(truth)[-2:]
         if best[1] - best[0] > GREEDY_MARGIN and token != truth.argmax():
             raise Failure(f"token {position} is {token}, the oracle's {truth.argmax()}")

@@ -11,7 +11,8 @@ import numpy as np
 
 from halogen_conformance.bench import Bench
 from halogen_conformance.oracle.decoder import OracleDecoder
-from halogen_conformance.oracle.numbers import Arithmetic, Values
+from halogen_conformance.oracle.formats import DENSE
+from halogen_conformance.oracle.numbers import EXACT, Arithmetic, Values
 from halogen_conformance.oracle.operations import log_softmax
 from halogen_conformance.oracle.sampling import Policy
 from halogen_conformance.steps import Plan, batch_of, pool, sampling_batch, spans
@@ -42,13 +43,12 @@ class Model:
 
     def check(self, got: Values, tokens: Values, rows: Any, what: str) -> None:
         """Judge logits at positions `rows` of a sequence."""
-        truth = oracle_logits(self.checkpoint, tokens, "f64")[rows]
-        own = oracle_logits(self.checkpoint, tokens, self.bench.dtype, self.dtype)[rows]
+        truth = oracle_logits(self.checkpoint, tokens)[rows]
+        forms = {self.checkpoint.tensor(name).format for name in self.checkpoint.names()}
+        quantised = not forms <= set(DENSE)
+        arithmetic = Arithmetic(self.bench.dtype, eight_bit=self.bench.rounds(quantised))
+        own = oracle_logits(self.checkpoint, tokens, arithmetic, self.dtype)[rows]
         length = len(self.decoder.config.layers) * self.decoder.config.hidden_size
-        quantised = any(
-            self.checkpoint.tensor(n).format not in ("F32", "F16", "BF16")
-            for n in self.checkpoint.names()
-        )
         self.bench.compare(
             got, truth, own, what=what, length=length, quantised=quantised, op="model"
         )
@@ -64,19 +64,21 @@ class Model:
         facts["top1"] = min(agree, facts.get("top1", 1.0))
 
 
-_ORACLES: dict[tuple[str, str, str], OracleDecoder] = {}
+_ORACLES: dict[tuple[str, Arithmetic, str], OracleDecoder] = {}
 
 
-def oracle_logits(checkpoint: Checkpoint, tokens: Values, dtype: str, kv_dtype: str = "") -> Values:
+def oracle_logits(
+    checkpoint: Checkpoint, tokens: Values, a: Arithmetic = EXACT, kv_dtype: str = ""
+) -> Values:
     """Of every position; computed once for the same question."""
-    key = (checkpoint.content_id, dtype, kv_dtype)
+    key = (checkpoint.content_id, a, kv_dtype)
     if key not in _ORACLES:
-        _ORACLES[key] = OracleDecoder(checkpoint=checkpoint, a=Arithmetic(dtype), kv_dtype=kv_dtype)
+        _ORACLES[key] = OracleDecoder(checkpoint=checkpoint, a=a, kv_dtype=kv_dtype)
     return _cached_logits(key, tokens.tobytes())
 
 
 @cache
-def _cached_logits(key: tuple[str, str, str], raw: bytes) -> Values:
+def _cached_logits(key: tuple[str, Arithmetic, str], raw: bytes) -> Values:
     return _ORACLES[key].logits(np.frombuffer(raw, np.int64))
 
 

@@ -5,6 +5,7 @@ TOPICS = (
     "storing",
     "pointwise",
     "products",
+    "eight_bit",
     "drawing",
     "promises",
     "blocks",

@@ -24,6 +24,8 @@ class Mutant:
     apply: Break
     deterministic: bool = False
     dtype: str | None = None
+    eight_bit: bool = False
+    """Made from a backend that rounds activations to 8 bits and declares it."""
 
     @property
     def level(self) -> int:
@@ -34,7 +36,9 @@ class Mutant:
 _FOUND: dict[str, Mutant] = {}
 
 
-def mutant(*cases: str, deterministic: bool = False, dtype: str | None = None) -> Any:
+def mutant(
+    *cases: str, deterministic: bool = False, dtype: str | None = None, eight_bit: bool = False
+) -> Any:
     """Register the function below; its docstring is the defect, `cases` ids or patterns."""
 
     def register(function: Break) -> Break:
@@ -49,6 +53,7 @@ def mutant(*cases: str, deterministic: bool = False, dtype: str | None = None) -
             apply=function,
             deterministic=deterministic,
             dtype=dtype,
+            eight_bit=eight_bit,
         )
         return function
 

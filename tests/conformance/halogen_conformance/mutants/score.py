@@ -12,6 +12,7 @@ from halogen_conformance.bench import Bench
 from halogen_conformance.case import Case, Opening, Result, Status
 from halogen_conformance.catalogue import suite_cases
 from halogen_conformance.execute import execute
+from halogen_conformance.mutants.eight_bit import SoundEightBit
 from halogen_conformance.mutants.registry import Mutant, all_mutants
 from halogen_conformance.tolerance import Tolerances
 from halogen_core.spi import BackendOptions, TorchBackend
@@ -59,10 +60,11 @@ def cases_of(mutant: Mutant) -> list[Case]:
     return found
 
 
-def sound(opening: Opening) -> Any:
+def sound(opening: Opening, *, eight_bit: bool = False) -> Any:
     """A backend without a defect."""
     extra = {"dtype": opening.dtype} if opening.dtype else {}
-    return Sound(BackendOptions(extra=extra, deterministic=opening.deterministic), name="mutant")
+    kind = SoundEightBit if eight_bit else Sound
+    return kind(BackendOptions(extra=extra, deterministic=opening.deterministic), name="mutant")
 
 
 def run_on(backend: Any, case: Case) -> Result:
@@ -81,10 +83,10 @@ def judge(mutant: Mutant) -> Verdict:
     """Break a fresh backend and run its cases, then the same on a sound one."""
     results, control = [], []
     for case in cases_of(mutant):
-        broken = sound(case.opening)
+        broken = sound(case.opening, eight_bit=mutant.eight_bit)
         mutant.apply(broken)
         results.append(run_on(broken, case))
-        control.append(run_on(sound(case.opening), case))
+        control.append(run_on(sound(case.opening, eight_bit=mutant.eight_bit), case))
     return Verdict(mutant=mutant, results=results, control=control)
 
 

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from halogen_conformance.oracle import operations as op
-from halogen_conformance.oracle.formats import values_of
+from halogen_conformance.oracle.formats import DENSE, values_of
 from halogen_conformance.oracle.numbers import EXACT, Arithmetic, Values, kv_bytes, kv_values
 from halogen_core.spi import Activation, AttentionSpec, Checkpoint, MoESpec, RopeSpec
 
@@ -47,7 +47,7 @@ class OracleDecoder:
         head = "output.weight" if self._has("output.weight") else "token_embd.weight"
         scale = float(self._h.get("logit_scale", 1.0))
         cap = self._h.get("final_logit_softcapping")
-        return op.logits(x, self._matrix(head), scale, cap, a)
+        return op.logits(x, self._matrix(head), scale, cap, self._met_by(head))
 
     # -- blocks
 
@@ -55,9 +55,7 @@ class OracleDecoder:
         spec, a = self._spec(layer), self.a
         parts = []
         for name in "qkv":
-            bias = self._maybe(f"blk.{layer}.attn_{name}.bias")
-            weight = self._matrix(f"blk.{layer}.attn_{name}.weight")
-            parts.append(op.linear(x, weight, bias, a))
+            parts.append(self._linear(x, f"blk.{layer}.attn_{name}"))
         norms = [self._maybe(f"blk.{layer}.attn_{n}_norm.weight") for n in "qk"]
         positions = np.arange(len(x))
         q, k, v = op.qkv_rope(np.concatenate(parts, axis=1), positions, spec, *norms, a)
@@ -65,8 +63,12 @@ class OracleDecoder:
             k, v = (kv_values(kv_bytes(x, self.kv_dtype), self.kv_dtype) for x in (k, v))
         sinks = self._maybe(f"blk.{layer}.attn_sinks.weight")
         out = op.attention_one(q, k, v, spec, sinks, a).reshape(len(x), -1)
-        bias = self._maybe(f"blk.{layer}.attn_output.bias")
-        return op.linear(out, self._matrix(f"blk.{layer}.attn_output.weight"), bias, a)
+        return self._linear(out, f"blk.{layer}.attn_output")
+
+    def _linear(self, x: Values, name: str) -> Values:
+        weight = f"{name}.weight"
+        bias = self._maybe(f"{name}.bias")
+        return op.linear(x, self._matrix(weight), bias, self._met_by(weight))
 
     def _feed_forward(self, x: Values, layer: int) -> Values:
         kind = Activation.GELU_TANH if self._gemma else Activation.SILU
@@ -74,7 +76,8 @@ class OracleDecoder:
             gate, up, down = (
                 self._matrix(f"blk.{layer}.ffn_{n}.weight") for n in ("gate", "up", "down")
             )
-            return op.mlp(x, np.concatenate([gate, up]), down, kind, self.a)
+            a = self._met_by(f"blk.{layer}.ffn_gate.weight")
+            return op.mlp(x, np.concatenate([gate, up]), down, kind, a)
         gate, up, down = (
             self._matrix(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up", "down")
         )
@@ -84,7 +87,8 @@ class OracleDecoder:
             activation=kind,
         )
         router = self._matrix(f"blk.{layer}.ffn_gate_inp.weight")
-        return op.moe(x, router, np.concatenate([gate, up], axis=1), down, spec, self.a)
+        a = self._met_by(f"blk.{layer}.ffn_gate_exps.weight")
+        return op.moe(x, router, np.concatenate([gate, up], axis=1), down, spec, a)
 
     def _post(self, x: Values, name: str, eps: float) -> Values:
         weight = self._maybe(name)
@@ -138,6 +142,10 @@ class OracleDecoder:
     def _matrix(self, name: str) -> Values:
         """A weight as the arithmetic keeps it."""
         return self.a.store(self._raw(name))
+
+    def _met_by(self, name: str) -> Arithmetic:
+        """How activations enter a product with that weight."""
+        return self.a.dense if self.checkpoint.tensor(name).format in DENSE else self.a
 
     def _maybe(self, name: str) -> Values | None:
         return self._raw(name) if self._has(name) else None

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from halogen_core.spi import FORMATS, QuantTensor
 
+DENSE = ("F32", "F16", "BF16")
+"""Formats that are no quantisation."""
 SCALE_BYTES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block keeps float16 scales, for formats that `gguf` cannot quantise."""
 

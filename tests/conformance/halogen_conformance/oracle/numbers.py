@@ -49,14 +49,30 @@ def from_bf16(bits: NDArray[np.uint16]) -> Values:
     return wide.view(np.float32).astype(np.float64)
 
 
+ACTIVATION_BLOCK = 32
+"""Elements that share a scale where activations are rounded to 8 bits."""
+
+
+def eight_bit(values: Values) -> Values:
+    """Each block of 32 of the last axis as `scale * code`: scale its largest / 127, codes int8."""
+    values = np.asarray(values, np.float64)
+    blocks = values.reshape(*values.shape[:-1], -1, ACTIVATION_BLOCK)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    codes = np.rint(blocks / np.where(scale == 0, 1, scale))
+    return (codes * scale).reshape(values.shape)
+
+
 @attrs.frozen
 class Arithmetic:
     """How an oracle computes: `f64` exactly, otherwise as a plain implementation in that dtype.
 
     `store` rounds what such an implementation keeps between two operations; sums run in float32.
+    `eight_bit` also rounds what is about to meet a quantised weight, as backends may that declare
+    `quantized_activations`.
     """
 
     dtype: str = "f64"
+    eight_bit: bool = False
 
     def take(self, values: Values) -> Values:
         """An input as the arithmetic sees it."""
@@ -65,6 +81,15 @@ class Arithmetic:
     def store(self, values: Values) -> Values:
         """A result as it would be kept."""
         return self.take(round_to(values, self.dtype))
+
+    def meet(self, x: Values) -> Values:
+        """Activations as they enter a product with a weight."""
+        return self.take(eight_bit(x) if self.eight_bit else x)
+
+    @property
+    def dense(self) -> Arithmetic:
+        """The same where the weight is not quantised."""
+        return Arithmetic(self.dtype)
 
 
 EXACT = Arithmetic()

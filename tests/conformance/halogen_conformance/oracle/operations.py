@@ -33,7 +33,7 @@ def add(x: Values, y: Values, a: Arithmetic = EXACT) -> Values:
 
 def linear(x: Values, weight: Values, bias: Values | None = None, a: Arithmetic = EXACT) -> Values:
     """`x @ weight.T + bias`."""
-    out = a.take(x) @ a.take(weight).T
+    out = a.meet(x) @ a.take(weight).T
     return a.store(out if bias is None else out + a.take(bias))
 
 
@@ -165,8 +165,8 @@ def moe(
     spec: MoESpec,
     a: Arithmetic = EXACT,
 ) -> Values:
-    """x [T, H], router [E, H], gate_up [E, 2F, H], down [E, H, F]: [T, H]."""
-    experts, weights = route(a.store(a.take(x) @ a.take(router).T), spec)
+    """x [T, H], router [E, H] (never quantised), gate_up [E, 2F, H], down [E, H, F]: [T, H]."""
+    experts, weights = route(linear(x, router, a=a.dense), spec)
     out = np.zeros_like(a.take(x))
     for token, (chosen, share) in enumerate(zip(experts, weights, strict=True)):
         for expert, weight in zip(chosen, share, strict=True):
@@ -183,7 +183,7 @@ def logits(
     a: Arithmetic = EXACT,
 ) -> Values:
     """`x @ weight.T * scale`, then softcap; kept in float32, never rounded below."""
-    out = a.take(x) @ a.take(weight).T * scale
+    out = a.meet(x) @ a.take(weight).T * scale
     if softcap is not None:
         out = softcap * np.tanh(out / softcap)
     return np.asarray(out, np.float64)
