@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from halogen_core.engine.batch import BatchItem, Row, Step, build_step
+from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.outputs import failed, logprobs_of, prompt_logprobs, refused
 from halogen_core.engine.protocol import (
     EngineInfo,
@@ -58,6 +59,7 @@ class Engine:
     blocks: BlockPool
     info: EngineInfo
     snapshots: Snapshots
+    grammars: Grammars
     end_token_ids: tuple[int, ...]
     clock: Callable[[], float] = time.monotonic
     _ids: itertools.count[int] = attrs.field(factory=itertools.count)
@@ -175,6 +177,7 @@ class Engine:
             end_token_ids=ends,
             min_tokens=request.min_tokens,
             num_logprobs=request.num_logprobs,
+            grammar=self.grammars.start(request.grammar) if request.grammar else None,
         )
         prompt = list(request.prompt_token_ids)
         return KVSequence(
@@ -234,11 +237,13 @@ class Engine:
     ) -> TokenOutput:
         generation = _generation(sequence)
         generation.sampler.record(token)
+        if generation.sampler.error:
+            return self._fail(sequence, "HRT-4011", generation.sampler.error)
         now = self.clock()
         if generation.first_token is None:
             generation.first_token = now
         reason = None
-        if token in generation.end_tokens:
+        if token in generation.end_tokens or generation.sampler.complete:
             reason = "stop"
         elif generation.sampler.num_generated >= sequence.max_new_tokens:
             reason = "length"
@@ -250,7 +255,7 @@ class Engine:
             logprobs=[logprobs] if logprobs else [],
             prompt_logprobs=self._prompt_logprobs(sequence, generation),
             finish_reason=reason,
-            stop_token_id=token if reason == "stop" else None,
+            stop_token_id=token if token in generation.end_tokens else None,
             cached_tokens=sequence.num_cached_tokens,
             timings=_timings(generation, now) if reason else None,
         )

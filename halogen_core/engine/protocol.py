@@ -35,6 +35,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     ignore_eos: bool = False
     num_logprobs: int = -1
     """-1: none, 0: of the chosen token, n: also the n most likely."""
+    grammar: str = ""
+    """What the answer must match, in llguidance's notation; empty: anything."""
     prompt_logprobs: bool = False
     """Also report log-probabilities of the prompt's tokens (`echo`)."""
     priority: int = 0

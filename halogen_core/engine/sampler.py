@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from halogen_core.engine.grammar import AnswerGrammar
 from halogen_core.engine.protocol import SamplingParams
 from halogen_core.spi import SamplingBatch
 
@@ -74,6 +75,8 @@ class RowSampler:
     num_generated: int = 0
     history: TokenHistory | None = None
     """None: no penalty looks at it."""
+    grammar: AnswerGrammar | None = None
+    """None: every token is allowed."""
 
     @classmethod
     def start(
@@ -85,6 +88,7 @@ class RowSampler:
         end_token_ids: Iterable[int] = (),
         min_tokens: int = 0,
         num_logprobs: int = -1,
+        grammar: AnswerGrammar | None = None,
     ) -> RowSampler:
         """A sampler for a new sequence; `seed` is used where the parameters name none."""
         penalised = (
@@ -99,6 +103,7 @@ class RowSampler:
             min_tokens=min_tokens,
             num_logprobs=num_logprobs,
             history=TokenHistory(prompt) if penalised else None,
+            grammar=grammar,
         )
 
     def record(self, token: int) -> None:
@@ -106,6 +111,18 @@ class RowSampler:
         self.num_generated += 1
         if self.history is not None:
             self.history.record(token)
+        if self.grammar is not None:
+            self.grammar.record(token, ends=token in self.end_token_ids)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar, if there is one, lets nothing follow."""
+        return self.grammar is not None and self.grammar.complete
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot be followed any further; empty: it can."""
+        return self.grammar.error if self.grammar is not None else ""
 
     def bias(self) -> dict[int, float]:
         """Logit bias now; end tokens are out of reach before `min_tokens`."""
@@ -145,11 +162,23 @@ def sampling_batch(rows: Sequence[SamplingRow]) -> SamplingBatch:
         bias_start=bias[0],
         bias_ids=bias[1],
         bias_values=bias[2],
+        mask=_mask(rows),
         num_logprobs=max((r.sampler.num_logprobs for r in rows), default=-1),
     )
 
 
 _NEUTRAL = SamplingParams()
+
+
+def _mask(rows: Sequence[SamplingRow]) -> NDArray[np.uint32] | None:
+    """Tokens that grammars allow, [R, ceil(V / 32)]; rows without one allow all."""
+    ruled = [(i, g) for i, r in enumerate(rows) if (g := r.sampler.grammar) and r.forced < 0]
+    if not ruled:
+        return None
+    mask = np.full((len(rows), ruled[0][1].mask_words), 0xFFFFFFFF, np.uint32)
+    for at, grammar in ruled:
+        grammar.allow(mask[at])
+    return mask
 
 
 def _uniforms(rows: Sequence[SamplingRow]) -> NDArray[np.float32]:

@@ -6,6 +6,7 @@ sends to it. The process ends when the server does, whatever the step loop is do
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -21,6 +22,7 @@ from halogen_core.engine.building import build_engine
 from halogen_core.engine.engine import Engine
 from halogen_core.engine.loop import EngineLoop
 from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.protocol import GenerateRequest
 from halogen_core.errors import HalogenError
 
 GRACE_S = 10.0
@@ -97,6 +99,7 @@ class Worker:
         assert loop is not None
         match message:
             case wire.Submit(request):
+                self._compile_grammar(engine, request)
                 loop.submit(request)
             case wire.Abort(request_id):
                 loop.abort(request_id)
@@ -112,6 +115,12 @@ class Worker:
                 self._answer(token, loop.ask(lambda: engine.load_cache(path)))
             case wire.Stop():
                 loop.stop(timeout_s=0)
+
+    def _compile_grammar(self, engine: Engine, request: GenerateRequest) -> None:
+        """Here rather than between two steps of others; what is wrong with it, `submit` says."""
+        if request.grammar:
+            with contextlib.suppress(HalogenError):
+                engine.grammars.check(request.grammar)
 
     def _answer(self, token: int, future: Future[int]) -> None:
         def done(future: Future[int]) -> None:

@@ -20,6 +20,7 @@ from halogen_core.server.openai_models import ChatBody
 from halogen_core.server.prompts import Prompt, answer_length, refuse_huge_text
 from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
+from halogen_core.server.structured import answer_grammar
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -29,7 +30,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     validation.refuse_unsupported(body)
     prompt = await asyncio.to_thread(render_prompt, service, body)
-    answer = ChatAnswer(service=service, body=body, model=model, tally=Tally())
+    grammar = await asyncio.to_thread(answer_grammar, service.grammars, body)
+    answer = ChatAnswer(service=service, body=body, model=model, grammar=grammar, tally=Tally())
     generation = Generation(
         service, make_choices(answer, prompt), validation.stop_strings(body), answer.tally
     )
@@ -69,6 +71,7 @@ def make_choices(answer: ChatAnswer, prompt: Prompt) -> list[Choice]:
                 sampling=validation.sampling_params(body, service.engine.info.vocab_size, index),
                 max_tokens=max(1, length),
                 num_logprobs=validation.num_logprobs(body),
+                grammar=answer.grammar,
                 **validation.engine_fields(body),
             ),
         )
@@ -83,6 +86,7 @@ class ChatAnswer:
     service: Service
     body: ChatBody
     model: str
+    grammar: str
     tally: Tally
     id: str = attrs.field(factory=lambda: new_id("chatcmpl"))
     created: int = attrs.field(factory=lambda: int(time.time()))

@@ -22,6 +22,7 @@ from halogen_core.server.openai_models import CompletionBody
 from halogen_core.server.prompts import Prompt, answer_length, encode_text
 from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
+from halogen_core.server.structured import answer_grammar
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI's completions do when not told."""
@@ -36,7 +37,10 @@ async def completions(service: Service, request: Request) -> Response:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("`best_of` other than `n` is not supported", param="best_of")
     prompts = await asyncio.to_thread(read_prompts, service, body)
-    answer = CompletionAnswer(service=service, body=body, model=model, prompts=prompts)
+    grammar = await asyncio.to_thread(answer_grammar, service.grammars, body)
+    answer = CompletionAnswer(
+        service=service, body=body, model=model, prompts=prompts, grammar=grammar
+    )
     generation = Generation(service, answer.choices, validation.stop_strings(body), answer.tally)
     answer.tally.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     if body.stream:
@@ -68,6 +72,7 @@ class CompletionAnswer:
     body: CompletionBody
     model: str
     prompts: list[Prompt]
+    grammar: str
     tally: Tally = attrs.field(factory=Tally)
     id: str = attrs.field(factory=lambda: new_id("cmpl"))
     created: int = attrs.field(factory=lambda: int(time.time()))
@@ -141,6 +146,7 @@ class CompletionAnswer:
                 max_tokens=max(1, length),
                 num_logprobs=validation.num_logprobs(body),
                 prompt_logprobs=bool(body.echo and self.wants_logprobs),
+                grammar=self.grammar,
                 **validation.engine_fields(body),
             ),
         )

@@ -13,7 +13,7 @@ import attrs
 
 from halogen_core.engine.protocol import GenerateRequest
 from halogen_core.engine.text import TextDelta, generate_text
-from halogen_core.errors import EngineUnavailable, HalogenError
+from halogen_core.errors import EngineUnavailable, HalogenError, RequestError
 from halogen_core.server.prompts import Prompt
 from halogen_core.server.service import Service
 
@@ -145,4 +145,6 @@ def failure(delta: TextDelta) -> HalogenError:
     code = delta.error_code or "HRT-5031"
     if code.startswith(("HRT-503", "HRT-300")):
         return EngineUnavailable(delta.error or "the engine broke off", code=code)
+    if code.startswith("HRT-40"):
+        return RequestError(delta.error, code=code)
     return HalogenError(delta.error or "the engine broke off", code=code)

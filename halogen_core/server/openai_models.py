@@ -6,7 +6,7 @@ refused in `validation.py`, never dropped. Null means: not given.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Key = Annotated[str, Meta(max_length=256)]
+Schema = dict[str, Any]
 StopText = Annotated[str, Meta(max_length=MAX_STOP_BYTES)]
 
 
@@ -32,6 +33,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class NamedSchema(msgspec.Struct, kw_only=True):
+    """OpenAI's `response_format.json_schema`; always enforced, `strict` or not."""
+
+    name: str | None = None
+    schema: Schema | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What form an answer has to have; `schema` beside `json_object` is llama.cpp's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema: Schema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's form of the same; one of them."""
+
+    json: str | Schema | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -66,15 +93,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     user: Key | None = None
     session_id: Key | None = None
 
-    # known, and refused unless they ask for nothing
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
-    structured_outputs: Any = None
-    grammar: Any = None
-    json_schema: Any = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    grammar: str | None = None
+    json_schema: str | Schema | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

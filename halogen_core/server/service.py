@@ -10,6 +10,7 @@ import attrs
 
 from halogen_core.config import Config
 from halogen_core.engine.client import EngineClient
+from halogen_core.engine.grammar import Grammars
 from halogen_core.errors import EngineUnavailable, RequestError
 from halogen_core.loader import Tokenizer
 from halogen_core.server.admission import Admission
@@ -26,6 +27,7 @@ class Service:
     config: Config
     tokenizer: Tokenizer
     render: Render
+    grammars: Grammars
     admission: Admission
     metrics: Metrics
     created: int = attrs.field(factory=lambda: int(time.time()))

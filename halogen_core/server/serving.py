@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI
 
 from halogen_core.config import Config, ServerSettings
 from halogen_core.engine.client import EngineClient
+from halogen_core.engine.grammar import Grammars
 from halogen_core.errors import ConfigError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.chat_template import has_chat_template, render_chat
@@ -157,6 +158,7 @@ def make_service(config: Config, tokenizer: Tokenizer) -> Service:
         config=config,
         tokenizer=tokenizer,
         render=functools.partial(render_chat, tokenizer),
+        grammars=Grammars(lambda: tokenizer, tokenizer.vocab_size),
         admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
         metrics=Metrics(),
     )

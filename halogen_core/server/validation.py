@@ -22,7 +22,6 @@ from halogen_core.server.openai_models import (
 Body = TypeVar("Body")
 
 NOTHING: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -32,8 +31,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """Values of refused fields that ask for nothing."""
 REFUSED = (
-    *("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
-    *("structured_outputs", "grammar", "json_schema"),
     *("tools", "tool_choice", "functions", "function_call", "modalities", "audio"),
     *("web_search_options", "suffix"),
 )

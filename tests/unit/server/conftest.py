@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from halogen_core.config import resolve
+from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.local import LocalEngine
 from halogen_core.engine.protocol import (
     EngineInfo,
@@ -236,6 +237,7 @@ def serving(script, *, info_context=4096, engine_options=None, **settings):
             config=config,
             tokenizer=byte_tokenizer(),
             render=render,
+            grammars=Grammars(byte_tokenizer, VOCAB),
             admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
             metrics=Metrics(),
         )
