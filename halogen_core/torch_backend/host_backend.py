@@ -43,7 +43,9 @@ class HostFallbackBackend(Generic[Array]):
     """A complete backend for a device that so far only moves arrays.
 
     Subclass it with `upload` and `download`; then override `memory`, an op in `ops_class`, `pack`
-    with `unpack`, or the five KV methods together, each whenever the device can do it.
+    with `unpack`, or the five KV methods together, each whenever the device can do it. With the
+    first op of its own the host's claims to be deterministic and batch-invariant are withdrawn:
+    claim them in `capabilities` where they hold.
     """
 
     ops_class: ClassVar[type[HostFallbackOps[Any]]] = HostFallbackOps
@@ -73,11 +75,16 @@ class HostFallbackBackend(Generic[Array]):
         return self._ops
 
     def capabilities(self) -> Capabilities:
+        host = self.host.capabilities()
+        # what the host promises of its own ops says nothing about a device's
+        inherited = all(self._owner(op) is HostFallbackOps for op in OPS)
         return attrs.evolve(
-            self.host.capabilities(),
+            host,
             name=self.name,
             device=self.description,
-            weight_formats=dict.fromkeys(self.host.capabilities().weight_formats, "emulated"),
+            weight_formats=dict.fromkeys(host.weight_formats, "emulated"),
+            deterministic=inherited and host.deterministic,
+            batch_invariant=inherited and host.batch_invariant,
         )
 
     def supports(self, signature: OpSignature) -> Support:
@@ -90,8 +97,11 @@ class HostFallbackBackend(Generic[Array]):
     def placement(self) -> tuple[Placement, ...]:
         return tuple(self._place(op) for op in OPS)
 
+    def _owner(self, op: str) -> type:
+        return next(cls for cls in type(self._ops).__mro__ if op in vars(cls))
+
     def _place(self, op: str) -> Placement:
-        owner = next(cls for cls in type(self._ops).__mro__ if op in vars(cls))
+        owner = self._owner(op)
         if owner is not HostFallbackOps:
             implementation = f"{owner.__module__}.{owner.__qualname__}"
             return Placement(op=op, level=SupportLevel.NATIVE, implementation=implementation)

@@ -295,6 +295,16 @@ def test_a_vendor_grows_out_of_the_fallback():
     assert own.counters().counters["fallback_calls_linear"] > 0  # the biased ones
 
 
+def test_the_hosts_promises_end_where_a_device_has_ops_of_its_own():
+    options = BackendOptions(deterministic=True)
+    inherited = OpaqueBackend(options, name="opaque").capabilities()
+    own = OwnBackend(options, name="own").capabilities()
+    assert inherited.deterministic
+    assert inherited.batch_invariant
+    assert not own.deterministic
+    assert not own.batch_invariant
+
+
 def test_a_tied_table_is_held_once():
     backend = TorchBackend()
     part = f32_tensor("token_embd.weight", np.ones((8, 4), np.float32))
