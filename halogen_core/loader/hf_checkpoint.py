@@ -16,6 +16,8 @@ from halogen_core.loader.content import content_hash
 from halogen_core.loader.failures import damaged, foreign, missing, unfit
 from halogen_core.loader.hf_config import HFConfig, read_config, read_json
 from halogen_core.loader.int8 import SCALES_FILE, Int8, read_int8
+from halogen_core.loader.packed_matrix import PackedMatrix, packed_matrices, stacked
+from halogen_core.loader.quantised import read_scheme
 from halogen_core.loader.safetensors import SafetensorsFile, read_safetensors
 from halogen_core.spi.arrays import Bytes
 from halogen_core.spi.operations import QuantTensor, RopeStyle
@@ -28,14 +30,19 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _IGNORED = re.compile(r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd")
 
 
+_Located = tuple[SafetensorsFile, str]
+
+
 @attrs.frozen(eq=False)
 class _Source:
     """Where one tensor's values lie; stacked parts are the experts of one layer."""
 
-    parts: tuple[tuple[SafetensorsFile, str], ...]
+    parts: tuple[_Located, ...]
     stacked: bool = False
     plus_one: bool = False
     """Gemma stores a norm's weight less one."""
+    packed: tuple[PackedMatrix, ...] = ()
+    """A quantised matrix, or one per expert; `parts` are then its tensors as stored."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -79,6 +86,14 @@ class HFCheckpoint:
         computed = [] if self.config.rope_freqs is None else ["rope_freqs.weight"]
         return [*self._sources, *computed]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from headers alone."""
+        source = self._sources.get(name)
+        if source is None or not source.packed:
+            return self.tensor(name).shape
+        lead = (len(source.packed),) if source.stacked else ()
+        return (*lead, *source.packed[0].shape)
+
     def tensor(self, name: str) -> QuantTensor:
         if name == "rope_freqs.weight" and self.config.rope_freqs is not None:
             freqs = self.config.rope_freqs
@@ -88,6 +103,8 @@ class HFCheckpoint:
         source = self._sources.get(name)
         if source is None:
             raise unfit(self.path, f"tensor `{name}` is missing")
+        if source.packed:
+            return _unpacked(source, name)
         file, key = source.parts[0]
         entry = file.tensors[key]
         shape, data = entry.shape, file.view(key)
@@ -110,11 +127,13 @@ def open_directory(directory: Path) -> HFCheckpoint:
     """Open a directory with config.json and safetensors; raises `ModelError`."""
     config = read_config(_inside(directory, "config.json"))
     files = [read_safetensors(path) for path in _weight_files(directory)]
-    int8 = read_int8(directory, read_json(_inside(directory, "config.json")))
+    table = read_json(_inside(directory, "config.json"))
+    int8 = read_int8(directory, table)
+    packed = packed_matrices(files, read_scheme(directory / "config.json", table))
     return HFCheckpoint(
         directory=directory,
         config=config,
-        sources=_sources(directory, config, files, int8),
+        sources=_sources(directory, config, files, int8, packed),
         int8=int8,
     )
 
@@ -189,12 +208,16 @@ def _sources(
     config: HFConfig,
     files: Sequence[SafetensorsFile],
     int8: Mapping[str, Int8],
+    packed: Mapping[str, PackedMatrix],
 ) -> dict[str, _Source]:
-    experts: dict[str, dict[int, tuple[SafetensorsFile, str]]] = {}
+    experts: dict[str, dict[int, _Located]] = {}
     sources: dict[str, _Source] = {}
-    for file, key, name, expert in _renamed(directory, config, files):
-        kind = file.tensors[key].dtype
-        if kind not in _DTYPES and not (kind == "I8" and key in int8):
+    taken = {key for matrix in packed.values() for _, key in matrix.tensors.values()}
+    plain = [(f, key) for f in files for key in f.tensors if key not in taken]
+    matrices = [(next(iter(m.tensors.values()))[0], key) for key, m in packed.items()]
+    for file, key, name, expert in _renamed(directory, config, [*plain, *matrices]):
+        kind = "" if key in packed else file.tensors[key].dtype
+        if kind not in ("", *_DTYPES) and not (kind == "I8" and key in int8):
             raise _unread_dtype(file, key)
         if name == "output.weight" and config.tied_embeddings:
             continue
@@ -204,12 +227,16 @@ def _sources(
             raise damaged(file.path, f"two tensors are called `{name}`")
         else:
             plus_one = config.architecture == "gemma3" and "norm" in name
-            sources[name] = _Source(((file, key),), plus_one=plus_one)
-    return sources | {name: _stacked(directory, name, parts) for name, parts in experts.items()}
+            matrix = (packed[key],) if key in packed else ()
+            parts = tuple(packed[key].tensors.values()) if key in packed else ((file, key),)
+            sources[name] = _Source(parts, plus_one=plus_one, packed=matrix)
+    return sources | {
+        name: _stacked(directory, name, parts, packed) for name, parts in experts.items()
+    }
 
 
 def _renamed(
-    directory: Path, config: HFConfig, files: Sequence[SafetensorsFile]
+    directory: Path, config: HFConfig, located: Sequence[_Located]
 ) -> Iterator[tuple[SafetensorsFile, str, str, int | None]]:
     """(file, name there, GGUF name, expert) of every tensor that matters."""
     from gguf import MODEL_ARCH, get_tensor_name_map
@@ -218,27 +245,37 @@ def _renamed(
     if type(layers) is not int or not 1 <= layers <= 512:
         raise unfit(str(directory), f"`num_hidden_layers` is {layers!r}; 1 … 512 are allowed")
     table = get_tensor_name_map(MODEL_ARCH[config.architecture.upper()], layers)
-    for file in files:
-        for key in file.tensors:
-            if _IGNORED.search(key):
-                continue
-            plain = _TEXT_PREFIX.sub(lambda m: "" if "lm_head" in m.string else "model.", key)
-            expert = _EXPERT.search(plain)
-            name = table.get_name(
-                _EXPERT.sub(".experts.", plain), try_suffixes=(".weight", ".bias")
-            )
-            if name is None:
-                raise unfit(str(directory), f"tensor `{key}` is unknown")
-            yield file, key, name, int(expert[1]) if expert else None
+    for file, key in located:
+        if _IGNORED.search(key):
+            continue
+        plain = _TEXT_PREFIX.sub(lambda m: "" if "lm_head" in m.string else "model.", key)
+        expert = _EXPERT.search(plain)
+        name = table.get_name(_EXPERT.sub(".experts.", plain), try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise unfit(str(directory), f"tensor `{key}` is unknown")
+        yield file, key, name, int(expert[1]) if expert else None
 
 
 def _stacked(
-    directory: Path, name: str, parts: Mapping[int, tuple[SafetensorsFile, str]]
+    directory: Path,
+    name: str,
+    parts: Mapping[int, _Located],
+    packed: Mapping[str, PackedMatrix],
 ) -> _Source:
-    kinds = {(f.tensors[k].dtype, f.tensors[k].shape) for f, k in parts.values()}
-    if sorted(parts) != list(range(len(parts))) or len(kinds) > 1:
+    matrices = tuple(packed[parts[i][1]] for i in sorted(parts) if parts[i][1] in packed)
+    kinds = {(f.tensors[k].dtype, f.tensors[k].shape) for f, k in parts.values() if not matrices}
+    mixed = matrices and len(matrices) != len(parts)
+    if sorted(parts) != list(range(len(parts))) or len(kinds) > 1 or mixed:
         raise unfit(str(directory), f"the experts of `{name}` are incomplete or unlike")
+    if matrices:
+        stored = tuple(part for matrix in matrices for part in matrix.tensors.values())
+        return _Source(stored, stacked=True, packed=matrices)
     return _Source(tuple(parts[i] for i in range(len(parts))), stacked=True)
+
+
+def _unpacked(source: _Source, name: str) -> QuantTensor:
+    tensors = [attrs.evolve(matrix.tensor(), name=name) for matrix in source.packed]
+    return stacked(tensors, name) if source.stacked else tensors[0]
 
 
 def _unread_dtype(file: SafetensorsFile, key: str) -> ModelError:

@@ -14,6 +14,7 @@ import numpy as np
 from halogen_core.errors import ModelError
 from halogen_core.loader.architecture import ARCHITECTURES
 from halogen_core.loader.failures import missing
+from halogen_core.loader.quantised import read_scheme
 from halogen_core.spi.arrays import Float32
 
 _MAX_JSON_BYTES = 64_000_000
@@ -103,7 +104,7 @@ def unusable(path: Path, reason: str) -> ModelError:
 def read_config(path: Path) -> HFConfig:
     """Translate config.json; raises `ModelError` for what halogen would compute wrongly."""
     outer = read_json(path)
-    _refuse_quantisation(path, outer)
+    read_scheme(path, outer)  # refuses what is quantised in a way that is not read
     model_type = outer.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURE_OF:
         raise ModelError(
@@ -123,17 +124,6 @@ def read_config(path: Path) -> HFConfig:
         return _translate(path, config, kind)
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as exc:
         raise unusable(path, f"a value is missing or malformed ({exc})") from exc
-
-
-def _refuse_quantisation(path: Path, config: Mapping[str, Any]) -> None:
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        raise ModelError(
-            f"`{path}` is quantised with `{method}`; of safetensors F32, F16 and BF16 are read",
-            code="HRT-2011",
-            fix="take the unquantised model, or a GGUF conversion of it",
-        )
 
 
 def _translate(path: Path, config: Mapping[str, Any], kind: str) -> HFConfig:
