@@ -36,7 +36,7 @@ from halogen_core.spi.operations import (
 from halogen_core.spi.ops import OPS, Ops
 from halogen_core.spi.records import BackendOptions, Cost, Limits, StepShape, Telemetry
 from halogen_core.spi.step import Sampled, StepBatch, StepMeta
-from halogen_core.torch_backend import host_memory, kv, weights
+from halogen_core.torch_backend import host_memory, kv, scaled, weights
 from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
@@ -102,7 +102,8 @@ class TorchBackend:
         return self.options.deterministic and self.invariant_ops_class is not None
 
     def capabilities(self) -> Capabilities:
-        kinds = {name: "native" if name in DENSE_DTYPES else "emulated" for name in FORMATS}
+        names = (*FORMATS, *scaled.READERS)
+        kinds = {name: "native" if name in DENSE_DTYPES else "emulated" for name in names}
         own = _NAMES[self.dtype]
         return Capabilities(
             name=self.name,
@@ -160,7 +161,7 @@ class TorchBackend:
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         payload: Tensor | weights.StoredRows
-        if role is WeightRole.EMBEDDING and len(parts) == 1:
+        if role is WeightRole.EMBEDDING and len(parts) == 1 and parts[0].format in FORMATS:
             payload = self._table(parts[0])
         else:
             exact = role in (WeightRole.NORM, WeightRole.SINKS)

@@ -7,6 +7,7 @@ from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import KV_ROW_BYTES
 from halogen_core.spi.operations import AttentionSpec, MoESpec, OpSignature
 from halogen_core.spi.ops import OPS
+from halogen_core.torch_backend.scaled import READERS
 
 
 def refusals(signature: OpSignature, dtype: str) -> tuple[str, ...]:
@@ -16,7 +17,10 @@ def refusals(signature: OpSignature, dtype: str) -> tuple[str, ...]:
         reasons.append(f"op `{signature.op}` is unknown")
     if signature.dtype != dtype:
         reasons.append(f"opened for `{dtype}`, not `{signature.dtype}`")
-    if signature.weight_format is not None and signature.weight_format not in FORMATS:
+    if signature.weight_format is not None and signature.weight_format not in (
+        *FORMATS,
+        *READERS,
+    ):
         reasons.append(f"weight format `{signature.weight_format}` is unknown")
     if signature.block_size is not None and not 1 <= signature.block_size <= 1024:
         reasons.append(f"block size {signature.block_size} is not within 1 to 1024")

@@ -15,6 +15,7 @@ from halogen_core.errors import ModelError
 from halogen_core.spi.arrays import Bytes
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole
+from halogen_core.torch_backend import scaled
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 
 _SLAB = 1 << 22
@@ -46,10 +47,14 @@ def host_bytes(data: Bytes) -> Tensor:
 
 def check_tensor(part: QuantTensor) -> None:
     """Raises `ModelError` when the bytes do not fit format and shape."""
+    if part.format in scaled.READERS:
+        scaled.check(part)
+        return
     form = FORMATS.get(part.format)
     if form is None:
         raise ModelError(
-            f"tensor `{part.name}` has format `{part.format}`; known are {', '.join(FORMATS)}",
+            f"tensor `{part.name}` has format `{part.format}`; known are "
+            f"{', '.join((*FORMATS, *scaled.READERS))}",
             code="HRT-2410",
             fix="convert the model to one of these formats",
         )
@@ -73,16 +78,24 @@ def stored_rows(part: QuantTensor, device: torch.device) -> StoredRows:
 def dense(part: QuantTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor's values in `dtype`; a view of the file where format, dtype and device allow."""
     check_tensor(part)
-    data = host_bytes(part.data)
     if part.format in DENSE_DTYPES:
+        data = host_bytes(part.data)
         return data.view(DENSE_DTYPES[part.format]).view(part.shape).to(device, dtype)
-    rows = data.view(prod(part.shape[:-1]), -1)
-    values = torch.empty((len(rows), part.shape[-1]), dtype=dtype, device=device)
+    rows = prod(part.shape[:-1])
+    values = torch.empty((rows, part.shape[-1]), dtype=dtype, device=device)
     step = max(1, _SLAB // part.shape[-1])
-    for start in range(0, len(rows), step):
-        slab = rows[start : start + step].to(device)
-        values[start : start + step] = dequantize(slab, part.format)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        values[start:stop] = _slab(part, start, stop, device)
     return values.view(part.shape)
+
+
+def _slab(part: QuantTensor, start: int, stop: int, device: torch.device) -> Tensor:
+    """Rows start to stop of [rows, K] float32."""
+    if part.format in scaled.READERS:
+        return scaled.values(part, start, stop).to(device)
+    rows = host_bytes(part.data).view(prod(part.shape[:-1]), -1)[start:stop]
+    return dequantize(rows.to(device), part.format)
 
 
 def stack(

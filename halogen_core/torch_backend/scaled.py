@@ -1,0 +1,88 @@
+"""Formats with scales beside their codes, to float32: INT4, W8A8, W8A16; and MXFP4's blocks.
+
+What `aux` holds says `halogen_core.loader.quantised`. Activations before W8A8 are not rounded here:
+more exact than asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halogen_core.errors import ModelError
+from halogen_core.spi.operations import QuantTensor
+
+_MXFP4_BLOCK, _MXFP4_BYTES = 32, 17
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def check(part: QuantTensor) -> None:
+    """Raises `ModelError` (HRT-2411) when codes or scales do not fit the shape."""
+    rows, k = prod(part.shape[:-1]), part.shape[-1]
+    bits = {"INT4": 4, "MXFP4": 4.25}.get(part.format, 8)
+    unit = {"INT4": 2, "MXFP4": _MXFP4_BLOCK}.get(part.format, 1)
+    fits = k % unit == 0 and part.data.size * 8 == rows * k * bits
+    if part.format == "INT4":
+        scale = part.aux.get("scale")
+        zero, perm = part.aux.get("zero", scale), part.aux.get("perm")
+        fits &= scale is not None and scale.shape[:-1] == part.shape[:-1]
+        fits = fits and k % scale.shape[-1] == 0 and zero is not None and zero.shape == scale.shape
+        fits = fits and (perm is None or np.array_equal(np.sort(perm), np.arange(k)))
+    elif part.format != "MXFP4":
+        fits = fits and part.aux.get("scale", np.zeros(0)).shape == part.shape[:-1]
+    if not fits:
+        sizes = {key: value.shape for key, value in part.aux.items()}
+        raise ModelError(
+            f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
+            f"{part.data.size} bytes and {sizes}, which do not fit each other",
+            code="HRT-2411",
+            fix="the file is damaged or was converted wrongly; fetch or convert it again",
+        )
+
+
+def values(part: QuantTensor, start: int, stop: int) -> Tensor:
+    """Rows start to stop of [rows, K] (experts one after another), float32."""
+    codes = part.data.reshape(prod(part.shape[:-1]), -1)[start:stop]
+    return READERS[part.format](part, torch.from_numpy(np.ascontiguousarray(codes)), start)
+
+
+def _int4(part: QuantTensor, pairs: Tensor, start: int) -> Tensor:
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).float()
+    scale = _rows(part, "scale", start, len(codes)).unsqueeze(-1)
+    zero = _rows(part, "zero", start, len(codes)).unsqueeze(-1) if "zero" in part.aux else 8
+    grouped = codes.view(len(codes), scale.shape[1], -1)
+    found = ((grouped - zero) * scale).flatten(1)
+    if "perm" not in part.aux:
+        return found
+    out = torch.empty_like(found)
+    out[:, torch.from_numpy(np.asarray(part.aux["perm"], np.int64))] = found
+    return out
+
+
+def _int8(part: QuantTensor, codes: Tensor, start: int) -> Tensor:
+    return codes.view(torch.int8).float() * _rows(part, "scale", start, len(codes))
+
+
+def _mxfp4(part: QuantTensor, rows: Tensor, start: int) -> Tensor:
+    blocks = rows.view(-1, _MXFP4_BYTES)
+    pairs = blocks[:, 1:]
+    codes = torch.cat((pairs & 15, pairs >> 4), 1).long()
+    scale = torch.exp2(blocks[:, :1].double() - 127)
+    return (torch.tensor(_E2M1, dtype=torch.float64)[codes] * scale).float().view(len(rows), -1)
+
+
+def _rows(part: QuantTensor, key: str, start: int, count: int) -> Tensor:
+    table = part.aux[key].reshape(prod(part.shape[:-1]), -1)[start : start + count]
+    return torch.from_numpy(np.ascontiguousarray(table, np.float32))
+
+
+READERS: dict[str, Callable[[QuantTensor, Tensor, int], Tensor]] = {
+    "INT4": _int4,
+    "W8A8": _int8,
+    "W8A16": _int8,
+    "MXFP4": _mxfp4,
+}
