@@ -1,7 +1,7 @@
 """What the scheduler is told: limits, and a step's time from the part's figures and the model's.
 
 Device time is simulated; what the core measures is not. `observe` learns the ratio between the
-two, so that predictions are in the clock of whoever observes.
+two, so that predictions are in the clock of whoever observes. Both follow the part's heat.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from halogen_ascend.heat import Heat
 from halogen_ascend.sim.profiles import Profile
 from halogen_core.spi import Cost, KVLayout, Limits, PackedWeight, StepShape, WeightRole
 
@@ -24,6 +25,7 @@ class Advice:
     """Sums over the packed model, and the calibration."""
 
     part: Profile = attrs.field(kw_only=False)
+    heat: Heat = attrs.field(kw_only=False)
     launch_s: float
     weight_bytes: int = 0
     macs_per_token: int = 0
@@ -47,11 +49,10 @@ class Advice:
         self.layers = layout.spec.num_layers
 
     def limits(self, buckets: tuple[int, ...]) -> Limits:
-        """A chunk that is still bound by memory wastes nothing: the roofline's ridge, in tokens."""
-        per_second = self.part.macs_per_second(2) * self.part.cube_cores
-        ridge = per_second / self.part.hbm_bandwidth * 2
-        chunk = 1 << max(4, math.ceil(math.log2(ridge)))
-        return Limits(preferred_chunk=chunk, token_buckets=buckets)
+        """A throttled part takes no step longer than the one that is still bound by memory."""
+        chunk = self.part.ridge_tokens(self.heat.clock_share)
+        most = chunk if self.heat.throttled else None
+        return Limits(max_tokens=most, preferred_chunk=chunk, token_buckets=buckets)
 
     def device_seconds(self, shape: StepShape) -> float:
         """Simulated time of a step: launches, then the larger of bytes and arithmetic."""
@@ -63,7 +64,7 @@ class Advice:
         fixed = self.launch_s * (1 if captured else launches) + 2 * self.part.task * launches
         moved = self.weight_bytes + shape.kv_tokens * self.kv_bytes_per_token
         macs = self.macs_per_token * (-(-tokens // 16) * 16)
-        peak = self.part.macs_per_second(2) * self.part.cube_cores
+        peak = self.part.macs_per_second(2) * self.part.cube_cores * self.heat.clock_share
         return fixed + max(moved / self.part.hbm_bandwidth, macs / peak)
 
     def cost(self, shape: StepShape) -> Cost | None:

@@ -9,6 +9,7 @@ import click
 
 from halogen_ascend.advice import Advice
 from halogen_ascend.explain import Shape, shape_called, shapes
+from halogen_ascend.heat import Heat
 from halogen_ascend.options import SimOptions, sim_options
 from halogen_ascend.scheduling.arrivals import bursty, poisson
 from halogen_ascend.scheduling.serve import Outcome, serve_continuously, serve_statically
@@ -67,6 +68,7 @@ def advice_for(options: SimOptions, model: Shape) -> Advice:
     macs = model.layers * layer + model.hidden * model.vocab
     return Advice(
         options.part,
+        Heat(name=options.part.name),
         launch_s=options.launch_s,
         weight_bytes=2 * macs,
         macs_per_token=macs,

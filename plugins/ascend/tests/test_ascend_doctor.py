@@ -6,9 +6,9 @@ import pytest
 
 from halogen_ascend.doctor import checks
 from halogen_ascend.doctor.machine import pair_finding, pcie_findings
-from halogen_ascend.doctor.npu_smi import clocks, table, version
 from halogen_ascend.doctor.packages import impostors, owner
 from halogen_ascend.import_errors import explain_import_error
+from halogen_ascend.npu_smi import clocks, table, version
 from halogen_core.spi import DoctorContext, Severity
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from halogen_ascend.captured import Captured
 from halogen_ascend.doctor import machine, packages, sensors
-from halogen_ascend.doctor.captured import Captured
 from halogen_core.spi import DoctorContext, Finding
 
 

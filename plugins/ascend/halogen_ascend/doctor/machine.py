@@ -9,8 +9,8 @@ from importlib.resources import files
 
 from packaging.version import InvalidVersion, Version
 
-from halogen_ascend.doctor import npu_smi
-from halogen_ascend.doctor.captured import Captured
+from halogen_ascend import npu_smi
+from halogen_ascend.captured import Captured
 from halogen_core.spi import Finding, Severity
 
 _CANN = "usr/local/Ascend/ascend-toolkit/latest/version.cfg"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import importlib_metadata
 
-from halogen_ascend.doctor.captured import Captured
+from halogen_ascend.captured import Captured
 from halogen_ascend.probe import ask_torch_npu, count_devices
 from halogen_core.spi import ENTRY_POINT_GROUP, Finding, Severity
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from halogen_ascend.doctor import npu_smi
-from halogen_ascend.doctor.captured import Captured
+from halogen_ascend import npu_smi
+from halogen_ascend.captured import Captured
+from halogen_ascend.heat import HOT_C, SLOW
 from halogen_core.spi import Finding, Severity
-
-HOT_C = 85
-THROTTLED = 0.9
-"""Below this share of the nominal clock a chip is throttled, whatever the tool calls it."""
 
 
 def findings(source: Captured) -> Iterator[Finding]:
@@ -30,7 +27,7 @@ def findings(source: Captured) -> Iterator[Finding]:
 
 def clock_finding(index: int, current: int, nominal: int) -> Finding:
     """Throttled or not, by the ratio."""
-    slow = current < THROTTLED * nominal
+    slow = current < SLOW * nominal
     return Finding(
         code="HRT-7115",
         severity=Severity.WARNING if slow else Severity.OK,
@@ -44,7 +41,7 @@ def _temperature(what: str, degrees: int) -> Iterator[Finding]:
         yield Finding(
             code="HRT-7112",
             severity=Severity.WARNING,
-            text=f"{what} is at {degrees} C; above {HOT_C} C it slows down",
+            text=f"{what} is at {degrees} C; above {HOT_C:.0f} C it slows down",
             fix="improve cooling or lower the load; leave thermal protection on",
         )
 

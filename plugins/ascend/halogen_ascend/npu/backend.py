@@ -11,17 +11,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_ascend.buckets import Buckets
+from halogen_ascend.captured import Captured
 from halogen_ascend.constraints import BLOCK_SIZES, attention_denials
+from halogen_ascend.device_string import DEFAULT_PROFILE
+from halogen_ascend.heat import Heat, Reading
 from halogen_ascend.import_errors import explain_import_error
 from halogen_ascend.npu import graph, kv
+from halogen_ascend.npu.heat_poll import HeatPoll, sense
 from halogen_ascend.npu.ops import NpuOps
 from halogen_ascend.npu.weights import Int8Weight, pack_int8
 from halogen_ascend.padding import TrashBlock, pad
+from halogen_ascend.sim.profiles import profile
 from halogen_ascend.weights.dequantize import INT8_FORMATS
 from halogen_core.spi import (
     BackendOptions,
     BackendUnavailable,
     Capabilities,
+    Cost,
+    DoctorContext,
     KVBlocks,
     KVCache,
     KVLayout,
@@ -34,6 +41,7 @@ from halogen_core.spi import (
     Sampled,
     StepBatch,
     StepMeta,
+    StepShape,
     Support,
     SupportLevel,
     Telemetry,
@@ -42,6 +50,8 @@ from halogen_core.spi import (
 )
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+RIDGE = profile(DEFAULT_PROFILE)
+"""Stands for the part, whose own figures torch_npu does not tell."""
 
 
 def open_npu(index: int, options: BackendOptions) -> NpuBackend:
@@ -62,7 +72,10 @@ def open_npu(index: int, options: BackendOptions) -> NpuBackend:
             fix="check `npu-smi info`; the simulator is used only when named: ascend:sim",
         )
     _runtime().set_device(index)
-    return NpuBackend(options, device=f"npu:{index}", dtype=torch.float16, name="ascend")
+    opened = NpuBackend(options, device=f"npu:{index}", dtype=torch.float16, name="ascend")
+    live = Captured(DoctorContext())
+    opened.watch_heat(lambda: sense(live, index))
+    return opened
 
 
 def _runtime() -> Any:
@@ -80,6 +93,13 @@ class NpuBackend(TorchBackend):
         super().__init__(options, **fields)
         self._buckets = Buckets(BUCKETS)
         self._trash: TrashBlock | None = None
+        self.heat = Heat(name=f"{self.name}:{self.device.index or 0}")
+        self._poll: HeatPoll | None = None
+
+    def watch_heat(self, read: Callable[[], Reading | None]) -> None:
+        """Follow the sensors that `read` asks, until closed."""
+        self._poll = HeatPoll(self.heat, read)
+        self._poll.start()
 
     def capabilities(self) -> Capabilities:
         whole = super().capabilities()
@@ -111,14 +131,33 @@ class NpuBackend(TorchBackend):
         return (tier,)
 
     def limits(self) -> Limits:
-        return Limits(token_buckets=BUCKETS)
+        chunk = RIDGE.ridge_tokens(self.heat.clock_share)
+        most = chunk if self.heat.throttled else None
+        return Limits(max_tokens=most, preferred_chunk=chunk, token_buckets=BUCKETS)
+
+    def cost(self, shape: StepShape) -> Cost | None:
+        told, share = super().cost(shape), self.heat.clock_share
+        return told and Cost(p50=told.p50 / share, p95=told.p95 / share)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        # learnt in seconds of the full clock, so that heat is not learnt a second time
+        super().observe(shape, seconds * self.heat.clock_share)
 
     def counters(self) -> Telemetry:
         ops = self.ops
         composed = ops.composed if isinstance(ops, NpuOps) else 0
         return Telemetry(
-            counters={"fallback_attention_calls": float(composed)}, gauges=super().counters().gauges
+            counters={
+                "fallback_attention_calls": float(composed),
+                "device_throttle_events": float(self.heat.events),
+            },
+            gauges={**super().counters().gauges, **self.heat.gauges()},
         )
+
+    def close(self) -> None:
+        if self._poll is not None:
+            self._poll.stop()
+        super().close()
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         if role is WeightRole.LINEAR and any(p.format in INT8_FORMATS for p in parts):

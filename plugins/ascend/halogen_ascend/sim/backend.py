@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from halogen_ascend.advice import Advice
 from halogen_ascend.buckets import Buckets
 from halogen_ascend.constraints import BLOCK_SIZES, FUSED_HEAD_DIMS
+from halogen_ascend.heat import Heat
 from halogen_ascend.options import SimOptions
 from halogen_ascend.padding import TrashBlock
 from halogen_ascend.sim import graph as graphs
@@ -19,6 +20,7 @@ from halogen_ascend.sim import weights
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import SimDevice
 from halogen_ascend.sim.faults import FaultPlan
+from halogen_ascend.sim.health import Health
 from halogen_ascend.sim.kvcache import KV_DTYPES, KVPool, kv_layout, pool_of
 from halogen_ascend.sim.memory import Hbm
 from halogen_ascend.sim.ops import SimOps
@@ -78,14 +80,15 @@ class SimBackend:
             options.part,
             Hbm.open(options.part, options.pools),
             faults=FaultPlan(options.faults),
-            blocking=options.blocking,
+            health=Health(blocking=options.blocking),
             launch_s=options.launch_s,
             threads=options.threads,
         )
         ops = SimOps(
             device, options.dtype, options.kv_split, RopeTables(device, options.rope_align)
         )
-        return cls(device, options, ops, Advice(options.part, launch_s=options.launch_s))
+        heat = Heat(name=f"ascend:{device.name}")
+        return cls(device, options, ops, Advice(options.part, heat, launch_s=options.launch_s))
 
     # -- identity
     def capabilities(self) -> Capabilities:
@@ -201,6 +204,8 @@ class SimBackend:
 
     # -- advice and telemetry
     def limits(self) -> Limits:
+        # the simulated sensors cost nothing: whoever asks for limits is told of the heat now
+        self.advice.heat.take(self.device.sense())
         return self.advice.limits(self.options.graph_buckets)
 
     def cost(self, shape: StepShape) -> Cost | None:
@@ -220,8 +225,12 @@ class SimBackend:
             "cross_bank_bytes": float(line.crossed_bytes),
             "graph_replays": float(self._buckets.replays),
             "fallback_attention_calls": float(self.ops.composed),
+            "device_throttle_events": float(self.advice.heat.events),
         }
-        gauges = {"core_utilisation": line.busy_s / line.core_s if line.core_s else 0.0}
+        gauges = {
+            "core_utilisation": line.busy_s / line.core_s if line.core_s else 0.0,
+            **self.advice.heat.gauges(),
+        }
         for name, pool in hbm.pools.items():
             gauges[f"pool_{name}_bytes"] = float(pool.used)
             gauges[f"pool_{name}_peak_bytes"] = float(pool.peak)

@@ -7,7 +7,6 @@ read is refused until the queue is known to be done, as on hardware.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,30 +22,18 @@ from halogen_ascend.errors import (
     PoisonRead,
     UseAfterFree,
 )
+from halogen_ascend.heat import Reading
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
+from halogen_ascend.sim.cells import NUMPY, TORCH, map_cells
 from halogen_ascend.sim.cost import Conditions, Schedule, place
-from halogen_ascend.sim.faults import Fault, FaultPlan
+from halogen_ascend.sim.faults import FaultPlan
+from halogen_ascend.sim.health import Health
 from halogen_ascend.sim.memory import Allocation, Hbm
 from halogen_ascend.sim.profiles import Profile
 from halogen_ascend.sim.tasks import Program
 from halogen_ascend.sim.timeline import Timeline
-from halogen_core.spi import DeviceError, DeviceLost, OutOfDeviceMemory, StepBatch, Transient
+from halogen_core.spi import OutOfDeviceMemory, StepBatch
 
-TORCH = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "i32": torch.int32,
-    "u32": torch.uint32,
-    "i64": torch.int64,
-}
-NUMPY = {"float32": "f32", "int32": "i32", "int64": "i64", "uint32": "u32", "uint8": "u8"}
-NUMPY |= {"int8": "i8", "float16": "f16"}
-LAZY_BYTES = 1 << 20
-"""From here on memory is mapped without reserving it: a 60 GiB pool costs what is touched."""
-_NORESERVE = 0x4000
 PCIE_BYTES = 25e9
 """Assumed host link, bytes per second."""
 
@@ -69,8 +56,7 @@ class SimDevice:
     part: Profile
     hbm: Hbm
     faults: FaultPlan = attrs.field(factory=FaultPlan)
-    blocking: bool = False
-    """Raise asynchronous errors at the call that caused them, for debugging."""
+    health: Health = attrs.field(factory=Health)
     threads: int = 1
     """Host threads that compute a task."""
     dry: bool = False
@@ -85,8 +71,6 @@ class SimDevice:
     finished: dict[str, int] = attrs.field(factory=dict)
     _recording: list[Recorded] | None = None
     _pool: str = "temp"
-    _pending: DeviceError | None = None
-    _lost: str = ""
 
     @property
     def name(self) -> str:
@@ -109,7 +93,7 @@ class SimDevice:
         if self.faults.next_allocation():
             raise OutOfDeviceMemory(pool, asked=size, free=0, fix="injected fault; lift it")
         allocation = self.hbm.allocate(size, pool, granules=granules, bank=bank)
-        self.hbm.cells[allocation.address] = _map(allocation.nbytes)
+        self.hbm.cells[allocation.address] = map_cells(allocation.nbytes)
         return DeviceBuffer(self, allocation, shape, dtype, layout=layout)
 
     def free(self, buffer: DeviceBuffer) -> None:
@@ -176,7 +160,7 @@ class SimDevice:
     # -- the bus
     def copy_in(self, host: np.ndarray, *, pool: str | None = None) -> DeviceBuffer:
         """A device copy of a host array, done when this returns."""
-        self._alive()
+        self.health.check()
         dtype = NUMPY.get(host.dtype.name)
         if dtype is None:
             raise PlacementError(
@@ -216,10 +200,8 @@ class SimDevice:
                 fix="synchronize after the step",
             )
         self.finished.update(self.submitted)
-        if self._pending is not None:
-            error, self._pending = self._pending, None
-            raise error
-        self._alive()
+        self.health.tell()
+        self.health.check()
 
     # -- work
     def submit(self, op: str, build: Build, host: StepBatch | None = None) -> None:
@@ -259,12 +241,12 @@ class SimDevice:
     def _launch(
         self, op: str, build: Build, host: StepBatch | None, launch_s: float | None
     ) -> None:
-        self._alive()
-        if self._pending is not None:
-            return  # the queue is broken; what follows is dropped until somebody synchronizes
+        self.health.check()
+        if self.health.broken:
+            return  # what follows is dropped until somebody synchronizes
         number = self.submitted["compute"] = self.submitted.get("compute", 0) + 1
         if fault := self.faults.next_launch():
-            self._fail(fault, op, number)
+            self.health.fail(fault, f"`{op}` (submission {number}) on {self.name}")
             return
         program = build(host)
         schedule = place(program, self.part, self._conditions())
@@ -284,30 +266,17 @@ class SimDevice:
         finally:
             torch.set_num_threads(before)
 
+    def sense(self) -> Reading:
+        """What the part's sensors tell; after a long pause its clock is low without any heat."""
+        return Reading(
+            celsius=self.faults.celsius(),
+            clock_share=self.clock_share * self.faults.clock_share(),
+            busy=self.clock_share == 1.0,
+        )
+
     def _conditions(self) -> Conditions:
         return Conditions(
             clock_share=self.clock_share * self.faults.clock_share(),
             slowdown=self.faults.slowdown,
             groups=self.hbm.groups,
         )
-
-    def _fail(self, fault: Fault, op: str, number: int) -> None:
-        text = f"`{op}` (submission {number}) failed on {self.name}"
-        if fault.kind == "transient":
-            raise Transient(f"{text}: the device was busy", retry_after_s=0.01)
-        self._lost = f"{text}: device lost"
-        self._pending = DeviceLost(self._lost, fix="the engine must open the device anew")
-        if self.blocking:
-            error, self._pending = self._pending, None
-            raise error
-
-    def _alive(self) -> None:
-        if self._lost and self._pending is None:
-            raise DeviceLost(self._lost, fix="the engine must open the device anew")
-
-
-def _map(nbytes: int) -> torch.Tensor:
-    if nbytes < LAZY_BYTES:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)

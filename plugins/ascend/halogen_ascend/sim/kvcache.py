@@ -16,7 +16,8 @@ from halogen_ascend.constraints import check_kv, check_kv_blocks
 from halogen_ascend.errors import OutOfRange, PoisonRead
 from halogen_ascend.padding import PaddedStep
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
-from halogen_ascend.sim.device import TORCH, SimDevice
+from halogen_ascend.sim.cells import TORCH
+from halogen_ascend.sim.device import SimDevice
 from halogen_core.spi import (
     ConfigError,
     KVBlocks,

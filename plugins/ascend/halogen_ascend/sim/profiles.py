@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -47,6 +48,14 @@ class Profile:
         """Multiply-adds per second of one cube: int8 twice, float32 a quarter of float16."""
         factor = {1: 2.0, 2: 1.0, 4: 0.25}[itemsize]
         return CUBE**3 * self.clock * factor
+
+    def ridge_tokens(self, clock_share: float = 1.0) -> int:
+        """Tokens of a step whose arithmetic takes as long as reading 16-bit weights, as a power of
+        two: the roofline's ridge (Williams et al., 2009). More make it longer, not more efficient.
+        """
+        peak = self.macs_per_second(2) * self.cube_cores * clock_share
+        ridge = peak * 2 / self.hbm_bandwidth
+        return 1 << max(CUBE.bit_length() - 1, math.ceil(math.log2(ridge)))
 
 
 @cache

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from halogen_ascend.sim.buffer import DeviceBuffer
-from halogen_ascend.sim.device import TORCH, SimDevice
+from halogen_ascend.sim.cells import TORCH
+from halogen_ascend.sim.device import SimDevice
 from halogen_ascend.sim.nz import ROWS, c0, from_nz, to_nz
 from halogen_ascend.sim.tasks import split
 from halogen_ascend.weights.dequantize import INT8_FORMATS, dequantize, stack_int8

@@ -6,6 +6,8 @@ import re
 
 import attrs
 
+from halogen_ascend.heat import Reading
+
 _TOP = re.compile(
     r"^\|\s*(?P<index>\d+)\s+(?P<name>\S+)\s*\|\s*(?P<health>\w+)\s*\|\s*(?P<power>[\d.-]+)\s+"
     r"(?P<temperature>\d+)\s"
@@ -63,6 +65,19 @@ def fields(text: str) -> dict[str, str]:
     """`key : value` lines of `npu-smi info -t common`, keys in lower case."""
     rows = (_FIELD.match(line) for line in text.splitlines())
     return {row["key"].lower(): row["value"] for row in rows if row}
+
+
+def reading(text: str) -> Reading:
+    """Temperature, share of the nominal clock and whether it works, of `npu-smi info -t common`."""
+    told, pair = fields(text), clocks(text)
+    busy = told.get("aicore usage rate(%)", "")
+    degrees = told.get("temperature(c)", "")
+    return Reading(
+        celsius=float(degrees) if degrees.lstrip("-").isdecimal() else None,
+        clock_share=pair[0] / pair[1] if pair and pair[1] else None,
+        # a tool that does not tell the load is taken to mean a working part
+        busy=busy != "0",
+    )
 
 
 def clocks(text: str) -> tuple[int, int] | None:
