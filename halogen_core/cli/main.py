@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "plugins": "Show the installed plugins and what they can do here.",
     "pull": "Download a model and check it.",
     "run": "Answer a prompt, or chat.",
+    "selftest": "Check a backend's numbers here; compile and tune what a model needs.",
     "serve": "Serve the OpenAI API.",
     "simulate": "Size a box, or compare eviction policies, without the box.",
 }

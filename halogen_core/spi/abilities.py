@@ -44,13 +44,17 @@ class Adjustable(Protocol):
         """Set one from the next step on; raises `ConfigError` for a key or value it has not."""
         ...
 
+    def remember(self, key: str, value: str) -> str:
+        """Make it the default of later starts on this machine; returns where that is kept."""
+        ...
+
 
 @runtime_checkable
 class Tunes(Protocol):
     """A backend that can measure launch shapes and keep the best for later starts."""
 
-    def tune(self, progress: Callable[[str], None]) -> str:
-        """Measure every class of shape that was met since opening; returns where it was saved."""
+    def tune(self, rehearse: Callable[[], None], progress: Callable[[str], None]) -> str:
+        """Measure every class of shape that `rehearse` meets; returns where it was saved."""
         ...
 
 

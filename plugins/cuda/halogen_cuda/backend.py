@@ -21,6 +21,7 @@ from halogen_core.spi import (
     Telemetry,
     WeightRole,
 )
+from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import tuning
 
@@ -28,6 +29,18 @@ from halogen_triton.launch import tuning
 def create(options: BackendOptions) -> CudaBackend:
     """The factory named in the backend's spec."""
     return CudaBackend(options, index=device_index(options.device))
+
+
+def create_ahead(options: BackendOptions) -> AheadBackend:
+    """A backend that compiles for a GPU that is not here: `--device cuda:sm_90` (the default)."""
+    _, _, arch = (options.device or "").partition(":")
+    if arch and not arch.removeprefix("sm_").isdigit():
+        raise ConfigError(
+            f"device is `{options.device}`; compiling ahead takes an arch like `cuda:sm_90`",
+            code="HRT-3410",
+            fix="check --device",
+        )
+    return AheadBackend(options, arch=arch or "sm_90", name="cuda")
 
 
 def device_index(device: str | None) -> int:
@@ -59,7 +72,7 @@ class CudaBackend(TritonBackend):
         self.index = index
         super().__init__(
             options,
-            tuning=tuning(arch),
+            tuning=tuning(arch, options.cache_dir),
             device=f"cuda:{index}",
             name="cuda",
             description=f"cuda:{index} ({properties.name}, {arch})",

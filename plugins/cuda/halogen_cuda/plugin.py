@@ -11,7 +11,11 @@ NAME = "cuda"
 def halogen_backends() -> list[BackendSpec]:
     return [
         BackendSpec(
-            name=NAME, aliases=("nvidia",), priority=60, factory="halogen_cuda.backend:create"
+            name=NAME,
+            aliases=("nvidia",),
+            priority=60,
+            factory="halogen_cuda.backend:create",
+            ahead_factory="halogen_cuda.backend:create_ahead",
         )
     ]
 

@@ -30,6 +30,7 @@ from halogen_rocm.faults import explain
 from halogen_rocm.locking import locked_bytes
 from halogen_rocm.memory import RESERVE, Ledger, device_tier
 from halogen_rocm.platform import Platform, read_platform
+from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import tuning
 
@@ -48,6 +49,12 @@ def create(options: BackendOptions) -> RocmBackend:
     return RocmBackend(options)
 
 
+def create_ahead(options: BackendOptions) -> AheadBackend:
+    """A backend that compiles for gfx1151 where there is none."""
+    known = {k: v for k, v in options.extra.items() if k in AheadBackend.option_keys}
+    return AheadBackend(attrs.evolve(options, extra=known), arch="gfx1151", name="rocm_strixhalo")
+
+
 class RocmBackend(TritonBackend):
     """One Strix Halo. `root` is where /proc and /sys are read, for tests."""
 
@@ -64,7 +71,7 @@ class RocmBackend(TritonBackend):
             )
         super().__init__(
             options,
-            tuning=tuning("gfx1151"),
+            tuning=tuning("gfx1151", options.cache_dir),
             # torch calls HIP devices `cuda`
             device=device,
             name="rocm_strixhalo",

@@ -20,7 +20,11 @@ NAME = "rocm_strixhalo"
 def halogen_backends() -> list[BackendSpec]:
     return [
         BackendSpec(
-            name=NAME, aliases=("rocm",), priority=50, factory="halogen_rocm.backend:create"
+            name=NAME,
+            aliases=("rocm",),
+            priority=50,
+            factory="halogen_rocm.backend:create",
+            ahead_factory="halogen_rocm.backend:create_ahead",
         )
     ]
 

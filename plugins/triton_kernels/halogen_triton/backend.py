@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import timeit
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from halogen_core.spi import (
     BackendOptions,
     Capabilities,
+    ConfigError,
+    KernelCounts,
     KVBlocks,
     KVCache,
     KVLayout,
@@ -35,7 +39,7 @@ from halogen_core.spi import (
     TorchBackend,
     WeightRole,
 )
-from halogen_triton import capture, kv
+from halogen_triton import autotune, capture, interpreter, kernel_cache, kv, launch, tuned
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked
 from halogen_triton.ops import TritonOps
@@ -43,12 +47,16 @@ from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise
 
 GRAPH_BYTES = 512 << 20
 """Set aside for captured steps: their shared pool holds one step of the largest bucket."""
+FLASH_THRESHOLD = 1024
+"""Tokens; `halogen bench --fit-flash-threshold` measures a better one for a machine."""
 
 
 class TritonBackend(TorchBackend):
     """A torch device that runs Triton kernels. Subclasses give the device and its memory."""
 
-    option_keys: ClassVar[tuple[str, ...]] = ("dtype", "flash_threshold", "graphs", "pdl")
+    option_keys: ClassVar[tuple[str, ...]] = (
+        *("dtype", "flash_threshold", "graphs", "pdl", "buckets", "graph_mib"),
+    )
     invariant_ops_class = None
 
     def __init__(
@@ -61,7 +69,8 @@ class TritonBackend(TorchBackend):
         name: str = "triton",
         description: str = "",
     ) -> None:
-        extra = {} if options is None else options.extra
+        options = options or BackendOptions()
+        extra = options.extra
         self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and extra.get("pdl", "on") == "on")
         super().__init__(options, device=device, dtype=dtype, name=name, description=description)
         self._planes: WeakValueDictionary[tuple[int, int], Planes] = WeakValueDictionary()
@@ -69,7 +78,14 @@ class TritonBackend(TorchBackend):
         self._graph_pool: Any = None
         self._captured = 0
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
-        self.triton_ops.flash_threshold = int(extra.get("flash_threshold", 1024))
+        self._buckets = capture.buckets(extra.get("buckets"))
+        self._graph_bytes = _whole("graph_mib", extra.get("graph_mib", GRAPH_BYTES >> 20)) << 20
+        # the interpreter compiles nothing
+        compiles = not interpreter.active()
+        self._watch = kernel_cache.keep(options.cache_dir, tuning.arch) if compiles else None
+        measured = tuned.read(options.cache_dir, tuning.arch).flash_threshold
+        default = FLASH_THRESHOLD if measured is None else measured
+        self.adjust("flash_threshold", extra.get("flash_threshold", str(default)))
 
     @property
     def triton_ops(self) -> TritonOps:
@@ -104,7 +120,7 @@ class TritonBackend(TorchBackend):
 
     def plan(self, request: MemoryRequest) -> MemoryPlan:
         if self._graphs:
-            request = attrs.evolve(request, graph_bytes=max(request.graph_bytes, GRAPH_BYTES))
+            request = attrs.evolve(request, graph_bytes=max(request.graph_bytes, self._graph_bytes))
         return super().plan(request)
 
     # -- weights
@@ -143,9 +159,12 @@ class TritonBackend(TorchBackend):
         key = (part.data.__array_interface__["data"][0], part.data.size)
         found = self._planes.get(key)
         if found is None:
-            raw = torch.from_numpy(np.array(part.data)).to(self.device)
-            found = self._planes[key] = repack(part.format, raw, part.shape)
+            found = self._planes[key] = repack(part.format, self._raw(part), part.shape)
         return found
+
+    def _raw(self, part: QuantTensor) -> Tensor:
+        """The stored bytes on the device."""
+        return torch.from_numpy(np.array(part.data)).to(self.device)
 
     def _pack_dense(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         exact = role in (WeightRole.NORM, WeightRole.SINKS)
@@ -185,7 +204,7 @@ class TritonBackend(TorchBackend):
     def capture_key(self, batch: StepBatch) -> Hashable | None:
         if not self._graphs or self._trash is None:
             return None
-        return capture.capture_key(batch, self.triton_ops.flash_threshold)
+        return capture.capture_key(batch, self.triton_ops.flash_threshold, self._buckets)
 
     def capture(
         self, step: Callable[[StepMeta[Tensor]], Sampled[Tensor]], batch: StepBatch
@@ -199,17 +218,74 @@ class TritonBackend(TorchBackend):
         inputs.fill(batch)
         meta = capture.static_meta(self.upload_step, inputs)
         self._captured += 1
-        return capture.capture(step, meta, inputs, self._graph_pool)
+        calls = self.triton_ops.attention_calls
+        before = Counter(calls)
+        replay = capture.capture(step, meta, inputs, self._graph_pool)
+        once = {path: n // capture.RUNS for path, n in (calls - before).items()}
+        return attrs.evolve(replay, replayed=lambda: calls.update(once))
 
     # -- advice and telemetry
 
     def limits(self) -> Limits:
-        buckets = capture.BUCKETS if self._graphs else ()
+        buckets = self._buckets if self._graphs else ()
         return Limits(preferred_chunk=2048, token_buckets=buckets)
 
     def counters(self) -> Telemetry:
-        own = super().counters()
-        return attrs.evolve(own, counters={**own.counters, "captured_graphs": self._captured})
+        own, kernels = super().counters(), self.kernel_counts()
+        counts = {
+            "captured_graphs": self._captured,
+            "kernels_compiled": kernels.compiled,
+            "kernels_loaded": kernels.loaded,
+            "kernels_rebuilt": kernels.rebuilt,
+            **{f"attention_calls_{k}": n for k, n in self.triton_ops.attention_calls.items()},
+        }
+        return attrs.evolve(own, counters={**own.counters, **counts})
+
+    def kernel_counts(self) -> KernelCounts:
+        return KernelCounts() if self._watch is None else self._watch.counts()
+
+    def adjustable(self) -> Mapping[str, str]:
+        return {"flash_threshold": str(self.triton_ops.flash_threshold)}
+
+    def adjust(self, key: str, value: str) -> None:
+        if key != "flash_threshold":
+            raise ConfigError(
+                f"`{key}` cannot be changed while `{self.name}` runs; it can change"
+                f" {', '.join(self.adjustable())}",
+                code="HRT-3407",
+                fix="set other options at the start with --backend-option",
+            )
+        self.triton_ops.flash_threshold = _whole(key, value)
+
+    def remember(self, key: str, value: str) -> str:
+        self.adjust(key, value)
+        return self._keep(flash_threshold=self.triton_ops.flash_threshold)
+
+    def tune(self, rehearse: Callable[[], None], progress: Callable[[str], None]) -> str:
+        with autotune.met(self.triton_ops) as calls:
+            rehearse()
+        kernels = autotune.measure(self.triton_ops, calls, self._seconds, progress)
+        where = self._keep(kernels=kernels)
+        self.triton_ops.tuning = launch.tuning(self.tuning.arch, self.options.cache_dir)
+        return where
+
+    def _keep(self, **changes: Any) -> str:
+        if self.options.cache_dir is None:
+            raise ConfigError(
+                "measurements cannot be kept: there is no cache folder",
+                code="HRT-3409",
+                fix="set --cache-dir",
+            )
+        own = attrs.evolve(tuned.read(self.options.cache_dir, self.tuning.arch), **changes)
+        return str(tuned.write(self.options.cache_dir, self.tuning.arch, own))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Median of a call, on a GPU within a captured graph (launches would hide the kernel)."""
+        if self.device.type == "cpu":
+            return min(timeit.repeat(call, number=1, repeat=3))
+        import triton.testing
+
+        return float(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median")) / 1e3
 
     def close(self) -> None:
         super().close()
@@ -218,6 +294,17 @@ class TritonBackend(TorchBackend):
 
     def _make_ops(self) -> TritonOps:
         return TritonOps(self.dtype, self.tuning, self.device)
+
+
+def _whole(key: str, value: str | int) -> int:
+    """A number from 0; raises `ConfigError`."""
+    if not str(value).isdigit():
+        raise ConfigError(
+            f"`{key}` is `{value}`; allowed are whole numbers from 0",
+            code="HRT-3408",
+            fix=f"check --backend-option {key}=...",
+        )
+    return int(value)
 
 
 def _join(parts: list[Tensor | Planes]) -> Tensor | Planes | Stacked:

@@ -8,7 +8,7 @@ token long and live in the trash block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,11 +18,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.spi import Sampled, SamplingBatch, StepBatch, StepMeta
+from halogen_core.spi import ConfigError, Sampled, SamplingBatch, StepBatch, StepMeta
 from halogen_triton.sampling import FIELDS, DrawTensors, is_plain
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+RUNS = 3
+"""How often capturing calls the step: to compile, to settle, to record."""
 TABLE_WIDTHS = (32, 256, 2048, 16384, 131072)
+
+
+def buckets(text: str | None) -> tuple[int, ...]:
+    """Row counts from an option like `1,2,4,8`; raises `ConfigError`."""
+    if text is None:
+        return BUCKETS
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ConfigError(
+            f"backend option `buckets` is `{text}`; allowed are row counts from 1, like 1,2,4,8",
+            code="HRT-3406",
+            fix="check --backend-option buckets=...",
+        )
+    return found
 
 
 @attrs.frozen
@@ -36,11 +55,13 @@ class CaptureKey:
     flash: bool
 
 
-def capture_key(batch: StepBatch, flash_threshold: int) -> CaptureKey | None:
+def capture_key(
+    batch: StepBatch, flash_threshold: int, buckets: Sequence[int] = BUCKETS
+) -> CaptureKey | None:
     """The bucket of a pure decode step; None: it must run eagerly."""
     rows, width = batch.num_sequences, batch.block_tables.shape[1]
     pure = (
-        0 < rows <= BUCKETS[-1]
+        0 < rows <= buckets[-1]
         and batch.num_tokens == rows
         and len(batch.logit_rows) == rows
         and width <= TABLE_WIDTHS[-1]
@@ -49,7 +70,7 @@ def capture_key(batch: StepBatch, flash_threshold: int) -> CaptureKey | None:
     if not pure:
         return None
     return CaptureKey(
-        rows=next(b for b in BUCKETS if b >= rows),
+        rows=next(b for b in buckets if b >= rows),
         table_width=next(w for w in TABLE_WIDTHS if w >= width),
         samples=not batch.sampling.all_greedy,
         flash=batch.max_seq_len > flash_threshold,
@@ -79,7 +100,7 @@ class StaticInputs:
             starts[name] = size
             # kernels were compiled for pointers that are multiples of 16
             size += -(-np.dtype(kind).itemsize * prod(shape) // 16) * 16
-        pinned = device.type != "cpu"
+        pinned = device.type not in ("cpu", "meta")
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         raw = self._host.numpy()
@@ -147,10 +168,13 @@ class GraphReplay:
     graph: Any
     """`torch.cuda.CUDAGraph`"""
     token_ids: Tensor
+    replayed: Callable[[], None] = lambda: None
+    """Told of every launch."""
 
     def __call__(self, batch: StepBatch) -> Sampled[Tensor]:
         self.inputs.fill(batch)
         self.graph.replay()
+        self.replayed()
         return Sampled(token_ids=self.token_ids[: batch.num_sequences])
 
 
@@ -173,11 +197,11 @@ def capture(
     inputs: StaticInputs,
     pool: Any,
 ) -> GraphReplay:
-    """Run the step twice to compile and settle, then record it."""
+    """Run the step to compile and settle, then record it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):
+        for _ in range(RUNS - 1):
             step(meta)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -1,22 +1,27 @@
 """Launch shapes as data: tiles and compiler options per kernel, arch and class of shape.
 
-Tables are JSON files in `tables/`, one per arch: kernel -> list of rules, first match wins. A
-rule has
-upper bounds (`n`, `k`, `m`, `d`) and a launch. `source` says where the numbers come from.
+Tables are JSON files in `tables/`, one per arch: kernel -> list of rules, first match wins. A rule
+has bounds (`n`, `k`, `m`, `d`) and a launch. `source` says where the numbers come from. Rules that
+were measured on this machine (`halogen_triton.tuned`) come before the shipped ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import attrs
 
+from halogen_triton import tuned
+
+log = logging.getLogger(__name__)
+
 # measured on an H200: attention and its reduction are slower with it
-_PDL_KERNELS = frozenset({"dense_gemv", "plane_gemv"})
+_PDL_KERNELS = frozenset({"dense_gemv", "dense_skinny", "plane_gemv"})
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +57,8 @@ class Rule:
 
     launch: Launch
     bounds: Mapping[str, int] = attrs.field(factory=dict)
+    least: Mapping[str, int] = attrs.field(factory=dict)
+    """The smallest shape it is for."""
     programs: int = 0
     """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill
     kernel
@@ -60,7 +67,8 @@ class Rule:
     """The vendor's library does better (for planes: even after dequantising them)."""
 
     def fits(self, shape: Mapping[str, int]) -> bool:
-        return all(shape.get(key, 0) <= most for key, most in self.bounds.items())
+        small = all(shape.get(key, 0) <= most for key, most in self.bounds.items())
+        return small and all(shape.get(key, 0) >= low for key, low in self.least.items())
 
 
 @attrs.frozen(kw_only=True)
@@ -88,24 +96,19 @@ class Tuning:
 
 def parse(data: Mapping[str, Any]) -> Tuning:
     """A table as stored."""
-    rules = {
-        kernel: tuple(
-            Rule(
-                launch=Launch(**rule["launch"]),
-                bounds=rule.get("bounds", {}),
-                programs=rule.get("programs", 0),
-                library=rule.get("library", False),
-            )
-            for rule in entries
-        )
-        for kernel, entries in data["kernels"].items()
-    }
     return Tuning(
         arch=data["arch"],
         source=data["source"],
-        rules=rules,
+        rules=_rules(data["kernels"]),
         pdl=data.get("pdl", False),
     )
+
+
+def _rules(kernels: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, tuple[Rule, ...]]:
+    return {
+        kernel: tuple(Rule(**{**rule, "launch": Launch(**rule["launch"])}) for rule in entries)
+        for kernel, entries in kernels.items()
+    }
 
 
 def available() -> list[str]:
@@ -113,9 +116,23 @@ def available() -> list[str]:
     return sorted(f.name[:-5] for f in files("halogen_triton").joinpath("tables").iterdir())
 
 
+def tuning(arch: str, cache_dir: str | None = None) -> Tuning:
+    """The table of `arch` (or `generic`), with what was measured on this machine before it."""
+    shipped, own = _shipped(arch), tuned.read(cache_dir, arch)
+    try:
+        rules = _rules(own.kernels)
+    except (TypeError, KeyError) as exc:
+        log.warning("measured launches of another halogen are ignored: %s", exc)
+        return shipped
+    if not rules:
+        return shipped
+    merged = {name: rules.get(name, ()) + found for name, found in shipped.rules.items()}
+    source = f"{shipped.source}; {', '.join(sorted(rules))} measured on this machine"
+    return attrs.evolve(shipped, arch=arch, rules=merged, source=source)
+
+
 @cache
-def tuning(arch: str) -> Tuning:
-    """The table of `arch`, or of `generic`."""
+def _shipped(arch: str) -> Tuning:
     folder = files("halogen_triton").joinpath("tables")
     name = arch if arch in available() else "generic"
     return parse(json.loads(folder.joinpath(f"{name}.json").read_text(encoding="utf-8")))

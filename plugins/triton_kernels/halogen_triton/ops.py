@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import attrs
 import torch
 from torch import Tensor
@@ -47,6 +49,8 @@ class TritonOps(TorchOps):
         self.flash_threshold = 1024
         """Context in tokens up to which a decoding sequence is not split over programs."""
         self._rotations: dict[RopeSpec, Rotation] = {}
+        self.attention_calls: Counter[str] = Counter()
+        """Calls by path: `direct`, `flash` (split over programs), `prefill`."""
 
     def embed(self, token_ids: Tensor, table: Weight, *, scale: float = 1.0) -> Tensor:
         if isinstance(table.payload, Planes):
@@ -101,10 +105,15 @@ class TritonOps(TorchOps):
         sinks: Weight | None = None,
     ) -> Tensor:
         plan = self.attention_plan(spec.head_dim, quantised=payload(kv).scales is not None)
+        sequences = self._sequences(meta, plan.max_decode)
+        if sequences.has_decodes:
+            self.attention_calls["flash" if sequences.flash else "direct"] += 1
+        if sequences.has_prefills:
+            self.attention_calls["prefill"] += 1
         return attention(
             self._rows(q),
             payload(kv).layers[layer],
-            self._sequences(meta, plan.max_decode),
+            sequences,
             _heads(spec),
             plan,
             sinks=None if sinks is None else sinks.payload,
