@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,12 +44,15 @@ from halogen_cpu_ggml.inputs import Capacity, StepInputs
 from halogen_cpu_ggml.kernel_mode import KernelMode
 from halogen_cpu_ggml.modes import GgmlMode, Mode
 from halogen_cpu_ggml.ops import GgmlOps
+from halogen_cpu_ggml.reblock import Conversions
 from halogen_cpu_ggml.recorder import Recorder, joined, weight_tensor
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.step import Captured, bucket, record
 from halogen_cpu_ggml.tape import Node, SharedArena, host_node, view_f32
 from halogen_cpu_ggml.threads import Team
 
+WEIGHED = ("embed", "linear", "mlp", "moe", "logits")
+"""Ops that read weights of the checkpoint's formats."""
 WORKSPACE_LIMIT = 1 << 36
 """Address space, not memory: only pages that steps touch are taken."""
 
@@ -68,6 +72,7 @@ class GgmlBackend:
         self.tally: dict[str, float] = {"captures": 0, "replays": 0}
         self.captured: list[Captured] = []
         self.held_weights = 0
+        self.conversions = Conversions()
 
     @property
     def ops(self) -> GgmlOps:
@@ -82,7 +87,11 @@ class GgmlBackend:
         return self.mode.supports(signature)
 
     def placement(self) -> tuple[Placement, ...]:
-        return self.mode.placement()
+        lines = self.conversions.lines()
+        return tuple(
+            attrs.evolve(p, reasons=(*p.reasons, *lines)) if p.op in WEIGHED else p
+            for p in self.mode.placement()
+        )
 
     # -- memory
 
@@ -147,19 +156,29 @@ class GgmlBackend:
                 format_id="F32",
                 role=role,
             )
-        stack = weights.stacked(parts)
+        stack = weights.stacked(parts, role)
+        size = sum(p.data.nbytes for p in stack)
         self.mode.prepare(stack, role)
+        for part in stack:
+            self._account(part)
         outputs = tuple(p.outputs for p in stack)
         payload = weights.Weight(parts=stack)
-        self._hold(payload, sum(p.data.nbytes for p in stack))
+        self._hold(payload, size)
         return PackedWeight(
             payload=payload,
             shape=(*stack[0].shape[:-2], sum(outputs), stack[0].inputs),
-            nbytes=sum(p.data.nbytes for p in stack),
+            nbytes=size,
             format_id="+".join(sorted({p.format for p in stack})),
             role=role,
             parts=outputs if len(outputs) > 1 else (),
         )
+
+    def _account(self, part: weights.Part) -> None:
+        """Say what was re-blocked; do not hold it twice, as blocks and as tiles."""
+        if part.source:
+            self.conversions.add(part.source, part.format, part.error)
+            if part.tiles is not None:
+                part.data = part.data[:0].copy()
 
     def _hold(self, payload: weights.Weight, nbytes: int) -> None:
         self.held_weights += nbytes
@@ -176,14 +195,29 @@ class GgmlBackend:
 
     def _values(self, part: weights.Part) -> NDArray[np.float32]:
         """Dequantised by ggml: every row of the matrix looked up."""
-        flat = weights.Part(part.format, part.ggml_type, (-1, part.inputs), part.data)
-        rows = int(np.prod(part.shape[:-1]))
-        flat.shape = (rows, part.inputs)
+        if part.data.size == 0:
+            return self._product_with_ones(part)
+        rows, k = int(np.prod(part.shape[:-1])), part.inputs
+        flat = attrs.evolve(part, shape=(rows, k))
         ids = host_node(np.arange(rows, dtype=np.int32))
         with self.recorder.tape() as tape:
-            shape = (rows, part.inputs)
-            out = tape.op("get_rows", weight_tensor(tape, flat), ids, shape=shape)
-        return view_f32(out).reshape(part.shape).copy()
+            out = tape.op("get_rows", weight_tensor(tape, flat), ids, shape=(rows, k))
+        values = view_f32(out).reshape(part.shape).copy()
+        if part.perm is not None:
+            values[..., part.perm] = values.copy()
+        return values
+
+    def _product_with_ones(self, part: weights.Part) -> NDArray[np.float32]:
+        """What the tiles hold (the blocks are gone), to float32's rounding."""
+        identity = host_node(np.eye(part.inputs, dtype=np.float32))
+        whole = PackedWeight(
+            payload=weights.Weight(parts=(part,)),
+            shape=part.shape,
+            nbytes=0,
+            format_id=part.format,
+            role=WeightRole.LINEAR,
+        )
+        return np.ascontiguousarray(self.download(self.ops.linear(identity, whole)).T)
 
     # -- KV
 

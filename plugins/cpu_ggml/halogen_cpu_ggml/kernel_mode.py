@@ -21,7 +21,8 @@ from halogen_cpu_ggml.binding import Library
 from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kernel_ops import KernelOps
 from halogen_cpu_ggml.kv_tiles import TilePool
-from halogen_cpu_ggml.modes import BLOCK_SIZES, NATIVE_FORMATS, check_kv, refusals
+from halogen_cpu_ggml.modes import BLOCK_SIZES, WEIGHT_FORMATS, check_kv, refusals
+from halogen_cpu_ggml.native import Crew
 from halogen_cpu_ggml.recorder import Recorder
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.weights import Part
@@ -51,7 +52,7 @@ class KernelMode:
             name="cpu_ggml",
             device=f"cpu_ggml:0 ({settings.threads} threads, ggml {lib.version}, {isa} kernels)",
             compute_dtypes=("f32",),
-            weight_formats=NATIVE_FORMATS,
+            weight_formats=WEIGHT_FORMATS,
             kv_dtypes=KV_DTYPES,
             kv_block_sizes=BLOCK_SIZES,
             graph_capture=True,

@@ -22,7 +22,7 @@ from halogen_cpu_ggml.ops import (
     step_inputs,
     vector_node,
 )
-from halogen_cpu_ggml.recorder import empty_like, joined, rows_address
+from halogen_cpu_ggml.recorder import empty_like, in_order, joined, rows_address
 from halogen_cpu_ggml.tape import Node, Tape
 from halogen_cpu_ggml.tiles import huge_zeros, make_tiles
 from halogen_cpu_ggml.weights import Part
@@ -136,7 +136,7 @@ class KernelOps(GgmlOps):
             slot.tiles, slot.format = tiles.address, native.FORMATS[part.format]
             slot.n, slot.column = part.outputs, column
             column += part.outputs
-            packs.append(self._packed(tape, x, part.format))
+            packs.append(self._packed(tape, in_order(tape, x, part), part.format))
         return array, packs
 
     def tiles(self, part: Part) -> Any:

@@ -27,11 +27,14 @@ from halogen_cpu_ggml.binding import Library
 from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kv_rows import RowPool
 from halogen_cpu_ggml.ops import GgmlOps
+from halogen_cpu_ggml.reblock import FOREIGN
 from halogen_cpu_ggml.recorder import Recorder
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.weights import Part
 
 NATIVE_FORMATS = {n: "native" for n, f in FORMATS.items() if f.ggml_type is not None}
+WEIGHT_FORMATS = NATIVE_FORMATS | dict.fromkeys(FOREIGN, "native")
+"""Foreign ones are re-blocked once and then stay packed."""
 BLOCK_SIZES = (16, 32, 64)
 Q8_BLOCK = 32
 
@@ -73,7 +76,7 @@ class GgmlMode:
             name="cpu_ggml",
             device=f"cpu_ggml:0 ({settings.threads} threads, ggml {lib.version})",
             compute_dtypes=("f32",),
-            weight_formats=NATIVE_FORMATS,
+            weight_formats=WEIGHT_FORMATS,
             kv_dtypes=("f16", "q8_0", "bf16", "f32"),
             kv_block_sizes=BLOCK_SIZES,
             graph_capture=True,
@@ -121,7 +124,7 @@ def refusals(signature: OpSignature, kv_dtypes: tuple[str, ...]) -> list[str]:
     out = []
     if signature.dtype != "f32":
         out.append(f"activations are f32, not {signature.dtype}")
-    if signature.weight_format not in (None, *NATIVE_FORMATS):
+    if signature.weight_format not in (None, *WEIGHT_FORMATS):
         out.append(f"weight format {signature.weight_format} is not one of ggml's here")
     if signature.kv_dtype not in (None, *kv_dtypes):
         out.append(f"KV dtype {signature.kv_dtype} is not one of {', '.join(kv_dtypes)}")

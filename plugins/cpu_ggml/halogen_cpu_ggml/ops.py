@@ -20,6 +20,7 @@ from halogen_cpu_ggml.recorder import (
     Recorder,
     columns,
     empty_like,
+    in_order,
     joined,
     weight_tensor,
 )
@@ -99,7 +100,9 @@ class GgmlOps:
         with self.recorder.tape() as tape:
             x = joined(tape, x)
             outs = [
-                tape.op("mul_mat", weight_tensor(tape, p), x, shape=(t, p.outputs))
+                tape.op(
+                    "mul_mat", weight_tensor(tape, p), in_order(tape, x, p), shape=(t, p.outputs)
+                )
                 for p in payload(weight).parts
             ]
             out = outs[0]

@@ -75,6 +75,23 @@ def columns(tape: Tape, node: Node, splits: tuple[int, ...]) -> list[Node]:
     return views
 
 
+def in_order(tape: Tape, x: Node, part: Part) -> Node:
+    """X [T, K] with its columns as the part's matrix has them; made once per order."""
+    if part.perm is None:
+        return x
+    t, k = x.shape
+    key = f"columns {hash(part.perm.tobytes())}"
+    made = x.packed.get(key)
+    if made is None or made.tape is not tape:
+        turned = tape.op("permute", x, 1, 0, 2, 3, shape=(k, t), view=x)
+        turned = tape.op("cont", turned, shape=(k, t))
+        picked = tape.op("get_rows", turned, tape.constant(part.perm), shape=(k, t))
+        made = tape.op("permute", picked, 1, 0, 2, 3, shape=(t, k), view=picked)
+        made = x.packed[key] = tape.op("cont", made, shape=(t, k))
+        made.rows = x.rows
+    return made
+
+
 def rows_address(tape: Tape, node: Node) -> int:
     """Where the live number of rows of `node` lies."""
     if node.rows:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.spi import FORMATS, ConfigError, QuantTensor, WeightRole
+from halogen_cpu_ggml.reblock import FOREIGN, reblocked
 
 VECTOR_ROLES = (WeightRole.NORM, WeightRole.BIAS, WeightRole.SINKS)
 
@@ -25,6 +26,12 @@ class Part:
     data: NDArray[np.uint8]
     tiles: Any = None
     """The same values in the order that the kernels read (`tiles.Tiles`)."""
+    source: str = ""
+    """The checkpoint's format, if another: `data` is then this part's own, not the file's."""
+    error: float = 0.0
+    """Largest relative difference of a value from the checkpoint's."""
+    perm: NDArray[np.int32] | None = None
+    """Column j multiplies input perm[j]."""
 
     @property
     def outputs(self) -> int:
@@ -44,13 +51,19 @@ class Weight:
 
 
 def part(tensor: QuantTensor) -> Part:
-    """Check a tensor against its format and wrap it without a copy.
+    """Check a tensor against its format and wrap it, without a copy if ggml knows the format.
 
     Raises ConfigError (HRT-3610) for an unknown format or bytes that do not fit the shape.
     """
+    if tensor.format in FOREIGN:
+        made = reblocked(tensor)
+        out = part(made.tensor)
+        out.source, out.error, out.perm = tensor.format, made.error, made.perm
+        return out
     known = FORMATS.get(tensor.format)
-    if known is None or known.ggml_type is None or tensor.aux:
-        allowed = ", ".join(sorted(n for n, f in FORMATS.items() if f.ggml_type is not None))
+    if known is None or known.ggml_type is None:
+        own = (n for n, f in FORMATS.items() if f.ggml_type is not None)
+        allowed = ", ".join(sorted((*own, *FOREIGN)))
         raise ConfigError(
             f"weight `{tensor.name}` has format `{tensor.format}`; cpu_ggml takes {allowed}",
             code="HRT-3610",
@@ -68,13 +81,21 @@ def part(tensor: QuantTensor) -> Part:
     return Part(tensor.format, known.ggml_type, tuple(tensor.shape), data)
 
 
-def stacked(tensors: Sequence[QuantTensor]) -> tuple[Part, ...]:
+def stacked(tensors: Sequence[QuantTensor], role: WeightRole) -> tuple[Part, ...]:
     """Parts of one weight; they must agree on everything but the output axis."""
     parts = tuple(part(t) for t in tensors)
     kinds = {(*p.shape[:-2], p.inputs) for p in parts}
     if len(kinds) != 1:
         shapes = [t.shape for t in tensors]
         raise ConfigError(f"cannot stack weights of shapes {shapes}", code="HRT-3610")
+    ordered = [p for p in parts if p.perm is not None]
+    if ordered and (len(parts[0].shape) > 2 or role is WeightRole.EMBEDDING):
+        raise ConfigError(
+            f"weight `{tensors[0].name}` has an order of columns of its own; "
+            "cpu_ggml takes that of plain matrices only",
+            code="HRT-3610",
+            fix="take a checkpoint quantised without act-order",
+        )
     return parts
 
 
