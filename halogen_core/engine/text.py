@@ -67,7 +67,7 @@ class StopMatcher:
             _, at, stop = min(hits)
             shown, self.pending = self.pending[:at], ""
             return shown, stop
-        keep = max((_overlap(self.pending, s) for s in self.stops), default=0)
+        keep = max((overlap(self.pending, s) for s in self.stops), default=0)
         cut = len(self.pending) - keep
         shown, self.pending = self.pending[:cut], self.pending[cut:]
         return shown, None
@@ -78,7 +78,7 @@ class StopMatcher:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that ends `text`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halogen_core.engine.protocol import GenerateRequest
+from halogen_core.engine.text import TextDelta
+from halogen_core.errors import RequestError
 from halogen_core.server import validation
 from halogen_core.server.generation import Choice, Event, Generation, Tally
 from halogen_core.server.logprobs import chat_logprobs
@@ -20,7 +22,8 @@ from halogen_core.server.openai_models import ChatBody
 from halogen_core.server.prompts import Prompt, answer_length, refuse_huge_text
 from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
-from halogen_core.server.structured import answer_grammar
+from halogen_core.server.structured import answer_grammar, check_grammar, lark_grammar
+from halogen_core.server.tools import Toolbox, ToolDeltas, read_tools
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -29,12 +32,12 @@ async def chat_completions(service: Service, request: Request) -> Response:
     body = validation.decode(ChatBody, await request.body())
     model = service.check_model(body.model)
     validation.refuse_unsupported(body)
-    prompt = await asyncio.to_thread(render_prompt, service, body)
-    grammar = await asyncio.to_thread(answer_grammar, service.grammars, body)
-    answer = ChatAnswer(service=service, body=body, model=model, grammar=grammar, tally=Tally())
-    generation = Generation(
-        service, make_choices(answer, prompt), validation.stop_strings(body), answer.tally
-    )
+    tools = read_tools(service.tokenizer, body)
+    prompt = await asyncio.to_thread(render_prompt, service, body, tools)
+    grammar = await asyncio.to_thread(choose_grammar, service, body, tools)
+    answer = ChatAnswer(service=service, body=body, model=model, tools=tools)
+    choices = make_choices(answer, prompt, grammar)
+    generation = Generation(service, choices, validation.stop_strings(body), answer.tally)
     answer.tally.prompt_tokens = len(prompt.token_ids)
     if body.stream:
         return await open_stream(request, generation, answer, service.config.server.sse_ping_s)
@@ -43,18 +46,37 @@ async def chat_completions(service: Service, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-def render_prompt(service: Service, body: ChatBody) -> Prompt:
+def render_prompt(service: Service, body: ChatBody, tools: Toolbox | None) -> Prompt:
     """Messages through the model's chat template; runs in a worker thread."""
     messages = validation.template_messages(body.messages)
     refuse_huge_text(service, "".join(m["content"] for m in messages), "messages")
     add = body.add_generation_prompt is not False
     ids = service.render(
-        messages, add_generation_prompt=add, template_kwargs=body.chat_template_kwargs
+        messages,
+        tools=tools.for_template() if tools else None,
+        add_generation_prompt=add,
+        template_kwargs=body.chat_template_kwargs,
     )
     return Prompt(token_ids=ids, text="")
 
 
-def make_choices(answer: ChatAnswer, prompt: Prompt) -> list[Choice]:
+def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> str:
+    """What the answer must match, of its form or of its calls; runs in a worker thread."""
+    grammar = answer_grammar(service.grammars, body)
+    if grammar and tools:
+        raise RequestError(
+            "`tools` beside a form for the answer are not supported by this version",
+            param="tools",
+            code="HRT-4008",
+            fix='send `tool_choice`: "none", or leave the form out',
+        )
+    if tools and (rules := tools.grammar()):
+        grammar = lark_grammar(rules)
+        check_grammar(service.grammars, grammar, "tools")
+    return grammar
+
+
+def make_choices(answer: ChatAnswer, prompt: Prompt, grammar: str) -> list[Choice]:
     """The sequences that a body asks for."""
     body, service = answer.body, answer.service
     asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -71,7 +93,7 @@ def make_choices(answer: ChatAnswer, prompt: Prompt) -> list[Choice]:
                 sampling=validation.sampling_params(body, service.engine.info.vocab_size, index),
                 max_tokens=max(1, length),
                 num_logprobs=validation.num_logprobs(body),
-                grammar=answer.grammar,
+                grammar=grammar,
                 **validation.engine_fields(body),
             ),
         )
@@ -86,10 +108,11 @@ class ChatAnswer:
     service: Service
     body: ChatBody
     model: str
-    grammar: str
-    tally: Tally
+    tools: Toolbox | None
+    tally: Tally = attrs.field(factory=Tally)
     id: str = attrs.field(factory=lambda: new_id("chatcmpl"))
     created: int = attrs.field(factory=lambda: int(time.time()))
+    _calls: dict[int, ToolDeltas] = attrs.field(factory=dict, init=False)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         for index in range(self.body.n or 1):
@@ -98,10 +121,14 @@ class ChatAnswer:
     def chunks(self, event: Event) -> Iterable[dict[str, Any]]:
         index, delta = event
         logprobs = self._logprobs(delta.logprobs)
-        if delta.text or logprobs:
-            yield self._chunk(index, {"content": delta.text}, logprobs=logprobs)
+        text, calls = self._read(index, delta.text, delta.finish_reason)
+        if text or logprobs:
+            yield self._chunk(index, {"content": text}, logprobs=logprobs)
+        if calls:
+            yield self._chunk(index, {"tool_calls": calls})
         if delta.finish_reason is not None:
-            yield self._chunk(index, {}, finish_reason=delta.finish_reason)
+            reason = self._finish_reason(index, delta.finish_reason)
+            yield self._chunk(index, {}, finish_reason=reason)
 
     def end(self) -> Iterable[dict[str, Any]]:
         if self.body.stream_options and self.body.stream_options.include_usage:
@@ -109,23 +136,39 @@ class ChatAnswer:
 
     def whole(self, events: list[Event]) -> dict[str, Any]:
         """The body of an answer in one piece."""
-        choices = []
-        for index in range(self.body.n or 1):
-            deltas = [delta for i, delta in events if i == index]
-            rows = [row for delta in deltas for row in delta.logprobs]
-            choices.append(
-                {
-                    "index": index,
-                    "message": {
-                        "role": "assistant",
-                        "content": "".join(delta.text for delta in deltas),
-                        "refusal": None,
-                    },
-                    "logprobs": self._logprobs(rows),
-                    "finish_reason": deltas[-1].finish_reason,
-                }
-            )
+        choices = [
+            self._whole_choice(index, [delta for i, delta in events if i == index])
+            for index in range(self.body.n or 1)
+        ]
         return self._frame("chat.completion", choices) | {"usage": self.tally.usage()}
+
+    def _whole_choice(self, index: int, deltas: list[TextDelta]) -> dict[str, Any]:
+        reason = deltas[-1].finish_reason or "stop"
+        text, calls = self._read(index, "".join(delta.text for delta in deltas), reason)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            whole = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+            message |= {"content": text or None, "tool_calls": whole}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs([row for delta in deltas for row in delta.logprobs]),
+            "finish_reason": self._finish_reason(index, reason),
+        }
+
+    def _read(
+        self, index: int, text: str, finish_reason: str | None
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Text to show, and the calls that were in it."""
+        if self.tools is None:
+            return text, []
+        if index not in self._calls:
+            self._calls[index] = ToolDeltas(self.tools.format.reader())
+        return self._calls[index].push(text, last=finish_reason is not None)
+
+    def _finish_reason(self, index: int, reason: str) -> str:
+        called = index in self._calls and self._calls[index].called
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _logprobs(self, rows: Any) -> dict[str, Any] | None:
         return chat_logprobs(self.service.tokenizer, rows) if self.body.logprobs and rows else None

@@ -18,6 +18,7 @@ MAX_STOP_BYTES = 256
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 128
+MAX_TOOLS = 128
 MAX_TOKENS = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -121,6 +122,33 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
 
 
+class Function(msgspec.Struct, kw_only=True):
+    """A function that a model may call; `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """One tool of a conversation."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -131,8 +159,11 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    # known, and refused unless they ask for nothing
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

@@ -17,7 +17,7 @@ from halogen_core.server.admission import Admission
 from halogen_core.server.metrics import Metrics
 
 Render = Callable[..., list[int]]
-"""`render(messages, add_generation_prompt=True, template_kwargs=None) -> token ids`."""
+"""`render_chat` of the model's tokenizer."""
 
 
 @attrs.define(kw_only=True)

@@ -26,6 +26,7 @@ MAX_SOURCE_CHARS = 256 * 1024
 MAX_COMPILE_S = 2.0
 WHITESPACE = r"\n?[ \t]{0,24}"
 """Between JSON tokens: models indent, but some would never stop (vllm#13260)."""
+JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}
 
 
 def answer_grammar(grammars: Grammars, body: GenerationBody) -> str:
@@ -60,10 +61,9 @@ def json_grammar(schema: str | Schema, param: str) -> str:
     """JSON that matches a schema; raises `RequestError` (HRT-4009)."""
     import llguidance
 
-    options: Any = {"whitespace_pattern": WHITESPACE}
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=options)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     except ValueError as exc:
         raise _refused(f"the JSON schema does not read: {exc}", param) from None
 
@@ -134,7 +134,9 @@ def _choice(options: list[str] | None, param: str) -> str:
         return ""
     if not options or "" in options:
         raise _refused("a choice needs at least one text, and none that is empty", param)
-    return _lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in options))
+    return lark_grammar(
+        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in options)
+    )
 
 
 def _grammar(text: str | None, param: str) -> str:
@@ -144,7 +146,7 @@ def _grammar(text: str | None, param: str) -> str:
     if not text:
         return ""
     try:
-        return _lark(any_to_lark(text))
+        return lark_grammar(any_to_lark(text))
     except RecursionError:
         raise _refused("it is nested too deeply", param) from None
     except Exception as exc:
@@ -152,7 +154,8 @@ def _grammar(text: str | None, param: str) -> str:
         raise _refused(f"it is neither Lark nor GBNF: {str(exc)[:200]}", param) from None
 
 
-def _lark(text: str) -> str:
+def lark_grammar(text: str) -> str:
+    """Lark rules as a grammar."""
     import llguidance
 
     return llguidance.LLMatcher.grammar_from_lark(text)

@@ -22,18 +22,13 @@ from halogen_core.server.openai_models import (
 Body = TypeVar("Body")
 
 NOTHING: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "tools": ([],),
     "functions": ([],),
     "suffix": ("",),
 }
 """Values of refused fields that ask for nothing."""
-REFUSED = (
-    *("tools", "tool_choice", "functions", "function_call", "modalities", "audio"),
-    *("web_search_options", "suffix"),
-)
+REFUSED = (*("functions", "function_call", "modalities", "audio", "web_search_options", "suffix"),)
 _AT = re.compile(r" - at (?:`\w+` in )?`\$\.?(.*?)`$")
 _FIELD = re.compile(r"field `(\w+)`")
 
@@ -142,11 +137,27 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
             "role": "system" if message.role == "developer" else message.role,
             "content": _content(message),
         }
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
                 row[name] = value
+        if message.tool_calls:
+            row["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
         found.append(row)
     return found
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of an earlier turn as templates want it: arguments are data, not JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(
+            "`messages` holds a tool call whose `arguments` are no JSON", param="messages"
+        ) from None
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def _content(message: Message) -> str:

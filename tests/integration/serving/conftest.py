@@ -33,9 +33,13 @@ def byte_pieces():
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
     """Tokens 0 to 255 are the bytes, so random weights speak every kind of broken UTF-8."""
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny-bytes.gguf")
+
+
+def write_tiny(path, template=None):
+    """The tiny model as a GGUF file, with a chat template if one is given."""
     pieces = byte_pieces() + CONTROL + MERGED
     checkpoint = tiny_checkpoint("llama-interleaved", vocab=len(pieces), context=1024, seed=3)
-    path = tmp_path_factory.mktemp("models") / "tiny-bytes.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in checkpoint.hparams.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -48,6 +52,8 @@ def tiny_path(tmp_path_factory):
     writer.add_token_merges(["h e", "l l", "he ll"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(256)
+    if template is not None:
+        writer.add_chat_template(template)
     for name in checkpoint.names():
         tensor = checkpoint.tensor(name)
         writer.add_tensor(name, tensor.data.view(np.float32).reshape(tensor.shape))
@@ -121,7 +127,7 @@ def serve_process(tiny_path, tmp_path_factory):
     started = []
 
     def start(*flags, model=tiny_path):
-        shape = TINY if model is tiny_path else ()
+        shape = TINY if model.name.startswith("tiny") else ()
         started.append(Served(model, *shape, *flags, cache_dir=cache_dir))
         return started[-1]
 
@@ -130,3 +136,18 @@ def serve_process(tiny_path, tmp_path_factory):
         if server.process.poll() is None:
             server.process.kill()
             server.process.wait()
+
+
+TOOL_TEMPLATE = (
+    '{% if tools %}Tools: {{ tools | tojson }} <tool_call>{"name": …, "arguments": …}</tool_call>'
+    "{% endif %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tool_server(serve_process, tmp_path_factory):
+    """The tiny model with a template for tools, served for answers that have to have a form."""
+    path = write_tiny(tmp_path_factory.mktemp("models") / "tiny-tools.gguf", TOOL_TEMPLATE)
+    server = serve_process(model=path)
+    yield server
+    assert server.stop() == 0

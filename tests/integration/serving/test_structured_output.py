@@ -26,10 +26,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCH
 
 
 @pytest.fixture(scope="module")
-def served(serve_process):
-    server = serve_process()
-    yield server
-    assert server.stop() == 0
+def served(tool_server):
+    return tool_server
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +89,7 @@ def test_json_objects_end_without_endless_whitespace(served):
 
 def test_streams_and_choices_and_text_completions(client, served):
     stream = client.chat.completions.create(
-        model="tiny-bytes", messages=HI, stream=True, n=3, seed=5, max_tokens=300,
+        model="tiny-tools", messages=HI, stream=True, n=3, seed=5, max_tokens=300,
         response_format=FORMAT,
     )  # fmt: skip
     texts = ["", "", ""]
@@ -113,7 +111,7 @@ class Person(pydantic.BaseModel):
 
 def test_the_openai_client_parses_into_a_class(client):
     parsed = client.chat.completions.parse(
-        model="tiny-bytes", messages=HI, response_format=Person, temperature=1, max_tokens=100
+        model="tiny-tools", messages=HI, response_format=Person, temperature=1, max_tokens=100
     )
     assert parsed.choices[0].message.parsed.kind in ("cat", "dog")
 

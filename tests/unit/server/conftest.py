@@ -5,6 +5,7 @@ every cut through a character or a stop string can be made.
 """
 
 import asyncio
+import functools
 import threading
 import time
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from halogen_core.engine.protocol import (
 )
 from halogen_core.errors import Overloaded
 from halogen_core.loader import Tokenizer
+from halogen_core.loader.chat_template import render_chat
 from halogen_core.loader.tokenizer import TokenKind
 from halogen_core.server.admission import Admission
 from halogen_core.server.app import create_app
@@ -61,7 +63,7 @@ def byte_tokenizer():
     )
 
 
-def render(messages, add_generation_prompt=True, template_kwargs=None):
+def render(messages, tools=None, add_generation_prompt=True, template_kwargs=None):
     """ChatML without newlines."""
     ids = []
     for message in messages:
@@ -221,13 +223,16 @@ class Server:
 
 
 @contextmanager
-def serving(script, *, info_context=4096, engine_options=None, **settings):
+def serving(script, *, info_context=4096, engine_options=None, template=None, **settings):
     """A server that answers with a text, or with what `script(request)` chooses; a script may
     hold an exception, which the step then raises. `settings` are as on the command line."""
     text = script
     chosen = script if callable(script) else lambda _request: list(text.encode())
     info = msgspec.structs.replace(INFO, context_length=info_context)
     engine = ScriptedEngine(chosen, **(engine_options or {}))
+    tokenizer = byte_tokenizer()
+    if template is not None:
+        tokenizer = attrs.evolve(tokenizer, chat_templates={"default": template})
     config = resolve({"port": 0} | settings, environment={"HOME": "/nowhere"})
     started, box = threading.Event(), {}
 
@@ -235,8 +240,8 @@ def serving(script, *, info_context=4096, engine_options=None, **settings):
         client = LocalEngine(engine, info)
         service = Service(
             config=config,
-            tokenizer=byte_tokenizer(),
-            render=render,
+            tokenizer=tokenizer,
+            render=functools.partial(render_chat, tokenizer) if template else render,
             grammars=Grammars(byte_tokenizer, VOCAB),
             admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
             metrics=Metrics(),
