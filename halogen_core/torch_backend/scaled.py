@@ -27,10 +27,10 @@ def check(part: QuantTensor) -> None:
     unit = {"INT4": 2, "MXFP4": _MXFP4_BLOCK}.get(part.format, 1)
     fits = k % unit == 0 and part.data.size * 8 == rows * k * bits
     if part.format == "INT4":
-        scale = part.aux.get("scale")
+        scale = part.aux.get("scale", np.zeros(0))
         zero, perm = part.aux.get("zero", scale), part.aux.get("perm")
-        fits &= scale is not None and scale.shape[:-1] == part.shape[:-1]
-        fits = fits and k % scale.shape[-1] == 0 and zero is not None and zero.shape == scale.shape
+        fits &= scale.shape[:-1] == part.shape[:-1] and zero.shape == scale.shape
+        fits = fits and scale.size > 0 and k % scale.shape[-1] == 0
         fits = fits and (perm is None or np.array_equal(np.sort(perm), np.arange(k)))
     elif part.format != "MXFP4":
         fits = fits and part.aux.get("scale", np.zeros(0)).shape == part.shape[:-1]
