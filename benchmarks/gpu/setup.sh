@@ -10,6 +10,7 @@ note() { # distribution, version, entry points
 }
 note halogen_core 0.1.0 ''
 note halogen_cuda 0.1.0 '[halogen.plugins]\ncuda = halogen_cuda.plugin\n'
+note halogen_conformance 0.1.0 ""
 note halogen_cpu_reference 0.1.0 '[halogen.plugins]\ncpu_reference = halogen_cpu_reference.plugin\n'
 export PYTHONPATH="$PWD:$PWD/plugins/triton_kernels:$PWD/plugins/cuda:$PWD/plugins/cpu_reference:$PWD/tests/conformance:$PWD/benchmarks/gpu:/tmp/site:$PYTHONPATH"
 export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/triton-cache

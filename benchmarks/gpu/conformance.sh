@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Certify the cuda backend on this machine and leave report and log below $OUT.
+#
+#     benchmarks/gpu/wheels.sh                 # once, where there is a network
+#     OUT=out benchmarks/gpu/conformance.sh    # on the GPU machine, with .whl beside the repository
+#
+# LEVEL (5), LIMIT seconds (280) and PATIENCE (2: compiling counts as time) may be set. Compiled kernels stay in
+# /tmp/triton-cache, so a run that met its limit goes further when it is started again.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-out}
+mkdir -p "$OUT"
+PYTHONPATH=${PYTHONPATH:-}
+. benchmarks/gpu/setup.sh
+export HALOGEN_CACHE_DIR=/tmp/halogen-cache
+{
+  python3 - <<'PY'
+import importlib
+import platform
+
+names = """attrs click fastapi gguf halogen_conformance.commands halogen_core.engine.worker halogen_core.server.app
+halogen_core.server.serving halogen_cuda.backend httpx importlib_metadata jinja2 jsonschema msgspec numpy packaging
+pluggy prometheus_client psutil pytest rich safetensors tokenizers torch triton uvicorn yaml""".split()
+missing = []
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as exc:
+        missing.append(f"{name}: {exc}")
+import torch
+import triton
+
+print(f"python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}")
+print("\n".join(missing) or "every import is there")
+raise SystemExit(bool(missing))
+PY
+  found=$?
+  if [ $found -ne 0 ]; then
+    echo "run benchmarks/gpu/wheels.sh first and carry .whl along"
+    exit $found
+  fi
+  timeout "${LIMIT:-280}" python3 -m halogen_core.cli conform --backend cuda --level "${LEVEL:-5}" \
+    --patience "${PATIENCE:-2}" --out "$OUT/conformance-cuda"
+  status=$?
+  [ $status -eq 124 ] && echo "stopped after ${LIMIT:-280} s: start it again, compiled kernels were kept"
+  echo "exit status $status"
+  exit $status
+} 2>&1 | tee "$OUT/conformance-cuda.log"
+exit "${PIPESTATUS[0]}"
