@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parent
 OUTPUT = ROOT / "halogen_cpu_ggml" / "_kernels.so"
 PER_ISA = ("gemm.c", "attention.c", "elementwise.c")
-ONCE = ("dispatch.c", "pack.c", "sample.c")
+ONCE = ("dispatch.c", "team.c", "pack.c", "sample.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-fno-math-errno"]
 X86_ISAS = {
     "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
@@ -54,7 +54,7 @@ def build(output: Path = OUTPUT) -> bool:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda job: _compile(cc, Path(folder), *job), jobs))
         linked = Path(folder) / "kernels.so"
-        subprocess.run([cc, "-shared", "-o", linked, *objects, "-lm"], check=True)
+        subprocess.run([cc, "-shared", "-pthread", "-o", linked, *objects, "-lm"], check=True)
         shutil.move(linked, output)
     return True
 

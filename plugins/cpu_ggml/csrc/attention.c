@@ -339,30 +339,46 @@ static void split_chunk(const tile *t, int64_t index, const cut *c, _Atomic int6
     finish(t, &total);
 }
 
-void NAME(attend)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_attend *p = params;
-    int64_t dp = p->pool.dp;
+static int64_t worth_splitting(const hx_attend *p, int threads) {
+    const hx_step *step = p->step;
+    return threads > 1 && step->sequences * p->pool.hkv < 8 * threads
+        && step->sequences * p->hq < COUNTERS;
+}
+
+static int64_t attend_units(const void *params, int threads, int64_t *cost) {
+    const hx_attend *p = params;
+    int64_t few = worth_splitting(p, threads), units = 0, work = 0;
+    for (int64_t s = 0; s < p->step->sequences; s++) {
+        cut c = cut_sequence(p, s, few);
+        int64_t keys = p->window > 0 && p->window < c.length ? p->window : c.length;
+        units += c.tiles * p->pool.hkv * c.groups * (c.chunks ? c.chunks : 1);
+        work += c.tokens * p->hq * (keys + 16);
+    }
+    *cost = units ? work * p->pool.dp / units / 12 : 0;
+    return units;
+}
+
+static void attend_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_attend *p = params;
+    int64_t dp = p->pool.dp, few = worth_splitting(p, threads), base = 0;
     float memory[MAX_R * CHUNK + 3 * MAX_R * dp] __attribute__((aligned(64)));
     room w = {memory + MAX_R * CHUNK, memory, memory + MAX_R * CHUNK + MAX_R * dp,
               memory + MAX_R * CHUNK + 2 * MAX_R * dp};
     _Atomic int64_t *done = (_Atomic int64_t *)p->step->workspace;
     float *partials = (float *)(p->step->workspace + COUNTERS * sizeof *done);
-    int64_t few = nth > 1 && p->step->sequences * p->pool.hkv < 8 * nth
-        && p->step->sequences * p->hq < COUNTERS;
-    int64_t next = hx_take(&p->turn, 1), base = 0;
-    for (int64_t s = 0; s < p->step->sequences; s++) {
+    for (int64_t s = 0; s < p->step->sequences && base < last; s++) {
         cut c = cut_sequence(p, s, few);
-        int64_t per = p->pool.hkv * c.groups, items = c.tiles * per * (c.chunks ? c.chunks : 1);
-        int64_t stride = c.chunks * MAX_R * (dp + 2);
-        for (; next < base + items; next = hx_take(&p->turn, 1)) {
-            int64_t i = next - base;
+        int64_t per = p->pool.hkv * c.groups, units = c.tiles * per * (c.chunks ? c.chunks : 1);
+        int64_t stride = c.chunks * MAX_R * (dp + 2), end = last - base < units ? last - base : units;
+        for (int64_t i = first > base ? first - base : 0; i < end; i++) {
             tile t = make_tile(p, s, &c, c.chunks ? i / c.chunks : i);
             if (c.chunks)
                 split_chunk(&t, i % c.chunks, &c, done + i / c.chunks, partials + i / c.chunks * stride, &w);
             else whole_tile(&t, &w);
         }
-        base += items;
+        base += units;
         if (c.chunks) done += per, partials += per * stride;
     }
-    hx_leave(&p->turn, nth);
 }
+
+const hx_kernel NAME(attend) = {attend_units, attend_run};

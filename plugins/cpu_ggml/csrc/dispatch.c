@@ -2,13 +2,14 @@
 #include "hx.h"
 
 #define DECLARE(isa) \
-    hx_kernel hx_##isa##_pack_q8, hx_##isa##_pack_f32, hx_##isa##_linear, hx_##isa##_norm, \
-        hx_##isa##_gate, hx_##isa##_angles, hx_##isa##_store, hx_##isa##_attend;
+    extern const hx_kernel hx_##isa##_pack_q8, hx_##isa##_pack_f32, hx_##isa##_linear, \
+        hx_##isa##_norm, hx_##isa##_gate, hx_##isa##_angles, hx_##isa##_store, hx_##isa##_attend;
 #define TABLE(isa, panel) \
-    {#isa, panel, hx_##isa##_pack_q8, hx_##isa##_pack_f32, hx_##isa##_linear, hx_##isa##_norm, \
-     hx_##isa##_gate, hx_##isa##_angles, hx_##isa##_store, hx_##isa##_attend, hx_sample_rows}
+    {#isa, panel, &hx_##isa##_pack_q8, &hx_##isa##_pack_f32, &hx_##isa##_linear, &hx_##isa##_norm, \
+     &hx_##isa##_gate, &hx_##isa##_angles, &hx_##isa##_store, &hx_##isa##_attend, &hx_sample_rows, \
+     &hx_select_rows}
 
-hx_kernel hx_sample_rows;
+extern const hx_kernel hx_sample_rows, hx_select_rows;
 DECLARE(scalar)
 #ifdef HX_HAVE_AVX2
 DECLARE(avx2)
@@ -53,6 +54,7 @@ __attribute__((visibility("default"))) const hx_table *hx_kernels(const char *is
 __attribute__((visibility("default"))) int64_t hx_struct_size(const char *name) {
 #define SIZE(type) if (!strcmp(name, #type)) return sizeof(type)
     SIZE(hx_step); SIZE(hx_pack_x); SIZE(hx_part); SIZE(hx_linear); SIZE(hx_norm); SIZE(hx_gate);
-    SIZE(hx_angles); SIZE(hx_pool); SIZE(hx_store); SIZE(hx_attend); SIZE(hx_sample); SIZE(hx_table);
+    SIZE(hx_angles); SIZE(hx_pool); SIZE(hx_store); SIZE(hx_attend); SIZE(hx_sample); SIZE(hx_rows);
+    SIZE(hx_op); SIZE(hx_program); SIZE(hx_table);
     return -1;
 }

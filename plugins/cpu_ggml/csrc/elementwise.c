@@ -20,10 +20,16 @@ static void norm_row(const float *x, const float *weight, float *out, int64_t n,
     for (; i < n; i++) out[i] = x[i] * factor * weight[i];
 }
 
-void NAME(norm)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_norm *p = params;
+static int64_t norm_units(const void *params, int threads, int64_t *cost) {
+    const hx_norm *p = params;
+    *cost = p->width / 2;
+    return *p->rows;
+}
+
+static void norm_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_norm *p = params;
     int64_t n = p->width, rows = *p->rows;
-    for (int64_t m = ith; m < rows; m += nth) {
+    for (int64_t m = first; m < last; m++) {
         const float *x = p->x + m * n;
         if (p->residual) {
             float *sum = p->sum + m * n;
@@ -34,6 +40,8 @@ void NAME(norm)(struct ggml_tensor *node, int ith, int nth, void *params) {
         if (p->packed) NAME(quantise)(p->out + m * n, p->packed, m, rows, n, 0, n / QK);
     }
 }
+
+const hx_kernel NAME(norm) = {norm_units, norm_run};
 
 // ---------------------------------------------------------------- gated activation
 
@@ -48,10 +56,16 @@ INLINE vf gated(vf gate, vf up, int64_t kind) {
     return gate * vf_sigmoid(gate * vf_set(1.702f)) * (up + vf_set(1.f));
 }
 
-void NAME(gate)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_gate *p = params;
-    int64_t f = p->width, blocks = (f + QK - 1) / QK, units = *p->rows * blocks;
-    for (int64_t u = units * ith / nth; u < units * (ith + 1) / nth; u++) {
+static int64_t gate_units(const void *params, int threads, int64_t *cost) { // blocks of a row
+    const hx_gate *p = params;
+    *cost = 50;
+    return *p->rows * ((p->width + QK - 1) / QK);
+}
+
+static void gate_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_gate *p = params;
+    int64_t f = p->width, blocks = (f + QK - 1) / QK;
+    for (int64_t u = first; u < last; u++) {
         int64_t m = u / blocks, i = u % blocks * QK, end = i + QK < f ? i + QK : f;
         const float *gate = p->gate_up + m * 2 * f, *up = gate + f;
         float *out = p->out + m * f;
@@ -68,18 +82,28 @@ void NAME(gate)(struct ggml_tensor *node, int ith, int nth, void *params) {
     }
 }
 
+const hx_kernel NAME(gate) = {gate_units, gate_run};
+
 // ---------------------------------------------------------------- rotary embedding and KV write
 
-void NAME(angles)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_angles *p = params;
+static int64_t angles_units(const void *params, int threads, int64_t *cost) {
+    const hx_angles *p = params;
+    *cost = p->dim * 15;
+    return p->step->tokens;
+}
+
+static void angles_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_angles *p = params;
     int64_t half = p->dim / 2;
-    for (int64_t t = ith; t < p->step->tokens; t += nth)
+    for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < half; i++) {
             double angle = p->step->positions[t] * p->inv_freq[i];
             p->out[t * p->dim + i] = (float)cos(angle) * p->factor;
             p->out[t * p->dim + half + i] = (float)sin(angle) * p->factor;
         }
 }
+
+const hx_kernel NAME(angles) = {angles_units, angles_run};
 
 static void rotate(float *x, const float *angles, int64_t dim, int interleaved) {
     int64_t half = dim / 2;
@@ -145,12 +169,17 @@ static void store_v(const hx_pool *pool, int64_t slot, int64_t head, const float
     for (int64_t i = 0; i < pool->d; i++) put_one(pool->type, row + i * size, x[i]);
 }
 
-void NAME(store)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_store *p = params;
+static int64_t store_units(const void *params, int threads, int64_t *cost) { // heads of a token
+    const hx_store *p = params;
+    *cost = p->pool.d;
+    return p->step->tokens * (p->hq + 2 * p->pool.hkv);
+}
+
+static void store_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_store *p = params;
     int64_t d = p->pool.d, hq = p->hq, hkv = p->pool.hkv, heads = hq + 2 * hkv;
-    int64_t units = p->step->tokens * heads;
     float room[1024];
-    for (int64_t u = units * ith / nth; u < units * (ith + 1) / nth; u++) {
+    for (int64_t u = first; u < last; u++) {
         int64_t t = u / heads, h = u % heads, slot = p->step->slots[t];
         const float *x = p->qkv + (t * heads + h) * d;
         if (h >= hq + hkv) {
@@ -165,3 +194,5 @@ void NAME(store)(struct ggml_tensor *node, int ith, int nth, void *params) {
         if (h >= hq) store_k(&p->pool, slot, h - hq, out);
     }
 }
+
+const hx_kernel NAME(store) = {store_units, store_run};

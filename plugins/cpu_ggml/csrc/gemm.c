@@ -39,25 +39,41 @@ void NAME(quantise)(const float *x, uint8_t *out, int64_t m, int64_t rows, int64
         quantise_block(x + b * QK, out + b * here * XROW, here, m - panel * size);
 }
 
-void NAME(pack_q8)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_pack_x *p = params;
-    int64_t rows = *p->rows, units = rows * (p->k / QK), nb = p->k / QK;
-    for (int64_t u = units * ith / nth, end = units * (ith + 1) / nth; u < end;) {
-        int64_t m = u / nb, b = u % nb, last = b + end - u < nb ? b + end - u : nb;
-        NAME(quantise)(p->x + m * p->k, p->out, m, rows, p->k, b, last);
-        u += last - b;
+static int64_t pack_q8_units(const void *params, int threads, int64_t *cost) { // blocks of a row
+    const hx_pack_x *p = params;
+    *cost = 20;
+    return *p->rows * (p->k / QK);
+}
+
+static void pack_q8_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_pack_x *p = params;
+    int64_t rows = *p->rows, nb = p->k / QK;
+    for (int64_t u = first; u < last;) {
+        int64_t m = u / nb, b = u % nb, end = b + last - u < nb ? b + last - u : nb;
+        NAME(quantise)(p->x + m * p->k, p->out, m, rows, p->k, b, end);
+        u += end - b;
     }
 }
 
-void NAME(pack_f32)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_pack_x *p = params;
+const hx_kernel NAME(pack_q8) = {pack_q8_units, pack_q8_run};
+
+static int64_t pack_f32_units(const void *params, int threads, int64_t *cost) {
+    const hx_pack_x *p = params;
+    *cost = p->k / 2;
+    return *p->rows;
+}
+
+static void pack_f32_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_pack_x *p = params;
     int64_t rows = *p->rows, size = hx_panel_rows(rows, PANEL), k = p->k;
-    for (int64_t m = ith; m < rows; m += nth) {
+    for (int64_t m = first; m < last; m++) {
         int64_t panel = m / size, here = rows - panel * size < size ? rows - panel * size : size;
         float *out = (float *)p->out + panel * size * k + (m - panel * size);
         for (int64_t i = 0; i < k; i++) out[i * here] = p->x[m * k + i];
     }
 }
+
+const hx_kernel NAME(pack_f32) = {pack_f32_units, pack_f32_run};
 
 // ---------------------------------------------------------------- results
 
@@ -338,33 +354,46 @@ static runner *const RUN[] = {
 
 #define CACHED (384 * 1024) // bytes of activations that stay in L2 while weights pass by
 
-void NAME(linear)(struct ggml_tensor *node, int ith, int nth, void *params) {
-    hx_linear *p = params;
-    int64_t rows = *p->rows, size = hx_panel_rows(rows, PANEL), panels = (rows + size - 1) / size;
-    int64_t tiles = 0;
-    for (int64_t i = 0; i < p->nparts; i++) tiles += (p->parts[i].n + TILE - 1) / TILE;
-    int64_t held = CACHED / (size * p->k * 3 / 2 + 1);
-    held = held < 1 ? 1 : held;
-    int64_t chunks = (panels + held - 1) / held, items = tiles * chunks;
-    int64_t grain = items / (nth * 8);
-    grain = nth == 1 ? items : grain < 1 ? 1 : grain > 16 ? 16 : grain;
-    for (int64_t first; (first = hx_take(&p->turn, grain)) < items;) {
-        int64_t last = first + grain < items ? first + grain : items;
-        for (int64_t item = first; item < last; item++) {
-            int64_t tile = item % tiles, chunk = item / tiles;
-            const hx_part *part = p->parts;
-            for (; tile >= (part->n + TILE - 1) / TILE; part++) tile -= (part->n + TILE - 1) / TILE;
-            int64_t row_bytes = part->format <= HX_BF16 ? p->k * 4 : p->k / QK * XROW;
-            int64_t column = part->column + tile * TILE;
-            target t = {p->out + column, p->stride, part->n - tile * TILE,
-                        p->bias ? p->bias + column : 0, p->scale, p->softcap, 0};
-            t.plain = t.n >= TILE && !t.bias && t.scale == 1.f && !(t.softcap > 0);
-            const uint8_t *w = part->tiles + tile * hx_tile_bytes(part->format, p->k);
-            for (int64_t i = chunk * held; i < panels && i < (chunk + 1) * held; i++) {
-                int64_t here = rows - i * size < size ? rows - i * size : size;
-                RUN[part->format](here, w, part->x + i * size * row_bytes, p->k, &t, i * size);
-            }
-        }
-    }
-    hx_leave(&p->turn, nth);
+// A unit is one tile against the panels of a chunk.
+typedef struct { int64_t rows, size, panels, tiles, held, chunks; } grid;
+
+static grid grid_of(const hx_linear *p) {
+    grid g = {.rows = *p->rows, .size = hx_panel_rows(*p->rows, PANEL)};
+    g.panels = (g.rows + g.size - 1) / g.size;
+    for (int64_t i = 0; i < p->nparts; i++) g.tiles += (p->parts[i].n + TILE - 1) / TILE;
+    g.held = CACHED / (g.size * p->k * 3 / 2 + 1);
+    g.held = g.held < 1 ? 1 : g.held;
+    g.chunks = (g.panels + g.held - 1) / g.held;
+    return g;
 }
+
+static int64_t linear_units(const void *params, int threads, int64_t *cost) {
+    const hx_linear *p = params;
+    grid g = grid_of(p);
+    int64_t rows = g.chunks > 1 ? g.held * g.size : g.rows;
+    *cost = p->k * (2 + rows) / 3;
+    return g.tiles * g.chunks;
+}
+
+static void tile_rows(const hx_linear *p, const grid *g, int64_t tile, int64_t chunk) {
+    const hx_part *part = p->parts;
+    for (; tile >= (part->n + TILE - 1) / TILE; part++) tile -= (part->n + TILE - 1) / TILE;
+    int64_t row_bytes = part->format <= HX_BF16 ? p->k * 4 : p->k / QK * XROW;
+    int64_t column = part->column + tile * TILE;
+    target t = {p->out + column, p->stride, part->n - tile * TILE,
+                p->bias ? p->bias + column : 0, p->scale, p->softcap, 0};
+    t.plain = t.n >= TILE && !t.bias && t.scale == 1.f && !(t.softcap > 0);
+    const uint8_t *w = part->tiles + tile * hx_tile_bytes(part->format, p->k);
+    for (int64_t i = chunk * g->held; i < g->panels && i < (chunk + 1) * g->held; i++) {
+        int64_t here = g->rows - i * g->size < g->size ? g->rows - i * g->size : g->size;
+        RUN[part->format](here, w, part->x + i * g->size * row_bytes, p->k, &t, i * g->size);
+    }
+}
+
+static void linear_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_linear *p = params;
+    grid g = grid_of(p);
+    for (int64_t u = first; u < last; u++) tile_rows(p, &g, u % g.tiles, u / g.tiles);
+}
+
+const hx_kernel NAME(linear) = {linear_units, linear_run, .streams = 1};

@@ -16,20 +16,25 @@ enum hx_format {
 enum hx_kv { HX_KV_F32, HX_KV_F16, HX_KV_BF16, HX_KV_E5M2, HX_KV_Q8_0 };
 enum hx_act { HX_SILU, HX_GELU_TANH, HX_SWIGLU_OAI };
 
-// Work items are taken one by one; the last thread to leave makes the counters ready for next time
-// (ggml has a barrier behind each node).
-typedef struct { _Atomic int64_t next, left; } hx_turn;
+// A kernel's work on a step falls into units that may run in any order and on any thread: where
+// they run never changes a result.
+typedef struct {
+    // how many units; *cost: about how long one takes, ns
+    int64_t (*units)(const void *params, int threads, int64_t *cost);
+    void (*run)(void *params, int64_t first, int64_t last, int thread, int threads);
+    int streams; // bound by memory: long runs of units are read faster than short ones
+} hx_kernel;
 
-static inline int64_t hx_take(hx_turn *turn, int64_t n) {
-    return atomic_fetch_add_explicit(&turn->next, n, memory_order_relaxed);
-}
+typedef struct { const hx_kernel *kernel; void *params; } hx_op;
+typedef struct hx_team hx_team;
 
-static inline void hx_leave(hx_turn *turn, int nth) {
-    if (atomic_fetch_add_explicit(&turn->left, 1, memory_order_acq_rel) == nth - 1) {
-        atomic_store_explicit(&turn->next, 0, memory_order_relaxed);
-        atomic_store_explicit(&turn->left, 0, memory_order_relaxed);
-    }
-}
+// Kernels run one after another, within one ggml node.
+typedef struct {
+    hx_team *team;
+    const hx_op *ops;
+    int64_t n;
+    _Atomic int64_t arrived, left; // of ggml's threads: at the barriers, at the end
+} hx_program;
 
 typedef struct {
     int64_t tokens, rows, sequences;
@@ -60,7 +65,6 @@ typedef struct {
     float scale, softcap;
     int64_t nparts;
     const hx_part *parts;
-    hx_turn turn;
 } hx_linear;
 
 typedef struct {
@@ -111,7 +115,6 @@ typedef struct {
     int64_t hq, window;
     float scale, softcap;
     hx_pool pool;
-    hx_turn turn;
     uint8_t *packed;
 } hx_attend;
 
@@ -128,13 +131,18 @@ typedef struct {
     int32_t *out;
 } hx_sample;
 
-struct ggml_tensor;
-typedef void hx_kernel(struct ggml_tensor *node, int ith, int nth, void *params);
+// rows of x [tokens, width] that need logits
+typedef struct {
+    const hx_step *step;
+    const float *x;
+    float *out;
+    int64_t width;
+} hx_rows;
 
 typedef struct {
     const char *isa;
     int64_t panel; // most rows of a panel
-    hx_kernel *pack_q8, *pack_f32, *linear, *norm, *gate, *angles, *store, *attend, *sample;
+    const hx_kernel *pack_q8, *pack_f32, *linear, *norm, *gate, *angles, *store, *attend, *sample, *rows;
 } hx_table;
 
 // Panels: rows split evenly so that none is larger than `most`.

@@ -103,8 +103,30 @@ static void pick(const hx_sample *p, int64_t r, float *scratch) {
     p->out[r] = (int32_t)(p->temperature[r] == 0 ? best(scratch, p->vocab) : draw(p, r, scratch, list));
 }
 
-void hx_sample_rows(struct ggml_tensor *node, int ith, int nth, void *params) {
+static int64_t sample_units(const void *params, int threads, int64_t *cost) {
     const hx_sample *p = params;
-    float *scratch = p->scratch + (int64_t)ith * 3 * p->vocab;
-    for (int64_t r = ith; r < *p->rows; r += nth) pick(p, r, scratch);
+    *cost = p->vocab / 4;
+    return *p->rows;
 }
+
+static void sample_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_sample *p = params;
+    float *scratch = p->scratch + (int64_t)thread * 3 * p->vocab;
+    for (int64_t r = first; r < last; r++) pick(p, r, scratch);
+}
+
+const hx_kernel hx_sample_rows = {sample_units, sample_run};
+
+static int64_t select_units(const void *params, int threads, int64_t *cost) {
+    const hx_rows *p = params;
+    *cost = p->width / 8;
+    return p->step->rows;
+}
+
+static void select_run(void *params, int64_t first, int64_t last, int thread, int threads) {
+    const hx_rows *p = params;
+    for (int64_t r = first; r < last; r++)
+        memcpy(p->out + r * p->width, p->x + p->step->logit_rows[r] * p->width, p->width * 4);
+}
+
+const hx_kernel hx_select_rows = {select_units, select_run};

@@ -63,7 +63,7 @@ class GgmlBackend:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.lib = binding.load()
-        self.team = Team.start(self.lib, settings.threads, pinned=settings.pinned)
+        self.team = Team(self.lib, settings.threads, settings.pinned)
         self.recorder = Recorder(self.lib, self.team)
         self.arena = SharedArena(WORKSPACE_LIMIT)
         kernel_mode = KernelMode.open(settings, self.recorder)

@@ -28,7 +28,7 @@ from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.weights import Part
 
 KV_DTYPES = ("f16", "q8_0", "bf16", "f32", "f8_e5m2")
-BY_GGML = ("embed", "add", "select_rows", "moe")
+BY_GGML = ("embed", "add", "moe")
 
 
 @attrs.define(eq=False)
@@ -44,7 +44,11 @@ class KernelMode:
         if settings.kernels == "off":
             return None
         kernels = native.kernels(settings.kernels)
-        return None if kernels is None else cls(KernelOps(recorder, kernels))
+        if kernels is None:
+            return None
+        team = recorder.team
+        team.crew = Crew.start(kernels, team.threads, team.cpus)
+        return cls(KernelOps(recorder, kernels))
 
     def capabilities(self, settings: Settings, lib: Library) -> Capabilities:
         isa = self.ops.kernels.isa

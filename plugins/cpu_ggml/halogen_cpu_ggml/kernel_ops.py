@@ -24,7 +24,7 @@ from halogen_cpu_ggml.ops import (
 )
 from halogen_cpu_ggml.recorder import empty_like, in_order, joined, rows_address
 from halogen_cpu_ggml.tape import Node, Tape
-from halogen_cpu_ggml.tiles import huge_zeros, make_tiles
+from halogen_cpu_ggml.tiles import Slabs, huge_zeros, make_tiles
 from halogen_cpu_ggml.weights import Part
 
 COUNTER_BYTES = 4096 * 8
@@ -39,6 +39,7 @@ class KernelOps(GgmlOps):
     partial_bytes: int = 0
     """Workspace of split attention per chunk of keys, the largest seen so far."""
     scratch: Any = None
+    slabs: Slabs = attrs.field(factory=Slabs)
 
     # -- norms and gates
 
@@ -86,6 +87,17 @@ class KernelOps(GgmlOps):
                 self.kernels.table.gate, params, shape=(t, f), reads={"gate_up": whole}
             )
             out.rows, out.emitter = whole.rows, params
+        return out
+
+    def select_rows(self, x: Node, meta: Meta) -> Node:
+        r, width = meta.logit_rows.shape[0], x.shape[1]
+        if r == 0:
+            return empty_like((0, width))
+        with self.recorder.tape() as tape:
+            params = native.Rows(step=C.addressof(step_inputs(meta).step), width=width)
+            kernel = self.kernels.table.rows
+            out = tape.custom(kernel, params, shape=(r, width), reads={"x": joined(tape, x)})
+            out.rows = meta.logit_rows.rows
         return out
 
     # -- linears
@@ -142,7 +154,7 @@ class KernelOps(GgmlOps):
     def tiles(self, part: Part) -> Any:
         """A part in the kernels' order, laid out when first wanted."""
         if part.tiles is None:
-            part.tiles = make_tiles(self.kernels, part, self.recorder.team.threads)
+            part.tiles = make_tiles(self.kernels, self.slabs, part, self.recorder.team.threads)
         return part.tiles
 
     def _packed(self, tape: Tape, x: Node, fmt: str) -> Node:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes as C
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from halogen_core.spi import PluginError
+from halogen_core.spi import BackendUnavailable, PluginError
 
 LIBRARY = Path(__file__).parent / "_kernels.so"
 _P, _L, _F = C.c_void_p, C.c_int64, C.c_float
@@ -34,12 +35,6 @@ def _struct(name: str, *fields: tuple[str, Any]) -> Any:
 
 def _pointers(*names: str) -> list[tuple[str, Any]]:
     return [(name, _P) for name in names]
-
-
-class Turn(C.Structure):
-    """`hx_turn`: which work item is next."""
-
-    _fields_ = [("next", _L), ("left", _L)]
 
 
 class Step(C.Structure):
@@ -83,7 +78,6 @@ Linear = _struct(
     ("softcap", _F),
     ("nparts", _L),
     ("parts", _P),
-    ("turn", Turn),
 )
 Norm = _struct(
     "Norm",
@@ -111,7 +105,6 @@ Attend = _struct(
     ("scale", _F),
     ("softcap", _F),
     ("pool", Pool),
-    ("turn", Turn),
     ("packed", _P),
 )
 Sample = _struct(
@@ -122,6 +115,19 @@ Sample = _struct(
     *_pointers("uniforms", "top_k", "forced", "history_start", "history_ids", "history_counts"),
     *_pointers("bias_start", "bias_ids", "bias_values", "mask", "out"),
 )
+Rows = _struct("Rows", *_pointers("step", "x", "out"), ("width", _L))
+
+
+class Op(C.Structure):
+    """`hx_op`: a kernel of the table and its parameters."""
+
+    _fields_ = _pointers("kernel", "params")
+
+
+class Program(C.Structure):
+    """`hx_program`: kernels that run one after another within one ggml node."""
+
+    _fields_ = [*_pointers("team", "ops"), *((n, _L) for n in ("n", "arrived", "left"))]
 
 
 class Table(C.Structure):
@@ -131,7 +137,7 @@ class Table(C.Structure):
         ("isa", C.c_char_p),
         ("panel", _L),
         *_pointers("pack_q8", "pack_f32", "linear", "norm", "gate"),
-        *_pointers("angles", "store", "attend", "sample"),
+        *_pointers("angles", "store", "attend", "sample", "rows"),
     ]
 
 
@@ -147,6 +153,9 @@ _SIZES = {
     "hx_store": Store,
     "hx_attend": Attend,
     "hx_sample": Sample,
+    "hx_rows": Rows,
+    "hx_op": Op,
+    "hx_program": Program,
     "hx_table": Table,
 }
 
@@ -174,6 +183,52 @@ class Kernels:
         self.library.hx_pack_tiles(FORMATS[fmt], raw, n, k, out, span.start, span.stop)
 
 
+@attrs.define(eq=False)
+class Crew:
+    """The threads that run programs; they sleep between steps."""
+
+    library: C.CDLL
+    address: int
+    cpus: Any
+
+    @classmethod
+    def start(cls, kernels: Kernels, threads: int, cpus: Sequence[int]) -> Crew:
+        """`threads` with the caller's own, thread i on `cpus[i]` if there are any.
+
+        Raises BackendUnavailable (HRT-3612) when the system gives no thread.
+        """
+        array = (C.c_int * threads)(*cpus[:threads]) if len(cpus) >= threads else None
+        address = kernels.library.hx_team_new(threads, array)
+        crew = cls(kernels.library, address or 0, array)
+        if not address or kernels.library.hx_team_threads(address) < threads:
+            crew.stop()
+            raise BackendUnavailable(
+                "`cpu_ggml` cannot run",
+                reasons=[f"the system refuses {threads} threads"],
+                code="HRT-3612",
+                fix="set --threads to fewer",
+            )
+        return crew
+
+    def program(self, steps: Sequence[tuple[int, C.Structure]]) -> Program:
+        """Kernels and their parameters (kept by the caller) as one."""
+        ops = (Op * len(steps))(*((k, C.addressof(p)) for k, p in steps))
+        program = Program(team=self.address, ops=C.addressof(ops), n=len(steps))
+        program.kept = ops
+        return program
+
+    @property
+    def entry(self) -> int:
+        """The ggml custom op that runs a program."""
+        return C.cast(self.library.hx_run_program, C.c_void_p).value or 0
+
+    def stop(self) -> None:
+        """End the threads."""
+        if self.address:
+            self.library.hx_team_free(self.address)
+            self.address = 0
+
+
 @lru_cache(maxsize=1)
 def _library() -> C.CDLL | None:
     if not LIBRARY.exists():
@@ -183,6 +238,9 @@ def _library() -> C.CDLL | None:
     lib.hx_struct_size.restype, lib.hx_struct_size.argtypes = _L, [C.c_char_p]
     lib.hx_tile_size.restype, lib.hx_tile_size.argtypes = _L, [_L, _L]
     lib.hx_pack_tiles.restype, lib.hx_pack_tiles.argtypes = None, [_L, _P, _L, _L, _P, _L, _L]
+    lib.hx_team_new.restype, lib.hx_team_new.argtypes = _P, [C.c_int, _P]
+    lib.hx_team_free.restype, lib.hx_team_free.argtypes = None, [_P]
+    lib.hx_team_threads.restype, lib.hx_team_threads.argtypes = C.c_int, [_P]
     for name, struct in _SIZES.items():
         if lib.hx_struct_size(name.encode()) != C.sizeof(struct):
             raise PluginError(

@@ -60,7 +60,7 @@ def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def _multiply(lib: binding.Library) -> None:
-    recorder = Recorder(lib, Team.start(lib, 1, pinned=False))
+    recorder = Recorder(lib, Team(lib, 1, pinned=False))
     w = np.arange(32, dtype=np.float32).reshape(4, 8)
     x = np.ones((2, 8), np.float32)
     part = Part("F32", binding.F32, (4, 8), w.reshape(-1).view(np.uint8))

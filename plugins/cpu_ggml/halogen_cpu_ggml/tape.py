@@ -24,6 +24,8 @@ from halogen_cpu_ggml.threads import Team
 ALIGN = 64
 MAP_NORESERVE = 0x4000
 """Linux's value; Python's mmap module does not name it."""
+FREE_OPS = ("view_4d", "permute")
+"""They compute nothing, so their place among kernels does not matter."""
 MAX_TENSORS, EAGER_TENSORS = 24576, 256
 """Per context; pages that are never touched cost nothing."""
 ELEMENT_BYTES = {F32: 4, 1: 2, 26: 4, 27: 8, 30: 2, I8: 1}
@@ -106,6 +108,10 @@ class Tape:
     """Parameter fields to fill with node addresses."""
     memo: dict[Any, Any] = attrs.field(factory=dict)
     """Things made once per tape, by key."""
+    program: list[tuple[int, C.Structure]] = attrs.field(factory=list)
+    """Kernels of ours, with parameters, that are not in the graph yet."""
+    heavy: bool = False
+    """ggml has work for several threads."""
     plan: Any = None
     count: int = 0
     clock: int = 0
@@ -185,10 +191,14 @@ class Tape:
 
         `view` says whose memory the result shares.
         """
+        if name not in FREE_OPS:
+            self._close_program()
+        self.heavy |= name.startswith("mul_mat")
         self._count()
         self.clock += 1
         call = [self.use(a).tensor if isinstance(a, Node) else a for a in args]
         tensor = self.lib.fn[name](self.context, *call)
+        self.lib.fn["build_forward_expand"](self.graph, tensor)
         return self._append(tensor, shape, dtype, view=view, offset=offset)
 
     def _append(
@@ -200,7 +210,6 @@ class Tape:
         view: Node | None = None,
         offset: int = 0,
     ) -> Node:
-        self.lib.fn["build_forward_expand"](self.graph, tensor)
         nbytes = math.prod(shape) * ELEMENT_BYTES.get(dtype, 4)
         node = Node(shape, dtype, self, tensor, nbytes, self.clock, self.clock, view, offset)
         node.root().last_use = self.clock
@@ -244,9 +253,8 @@ class Tape:
         for field, node in (reads or {}).items():
             self.point(params, field, self.use(node))
         full = [*reversed(shape), 1, 1, 1][:4]
-        tensor = self.lib.fn["custom_4d"](
-            self.context, F32, *full, None, 0, kernel, ALL_THREADS, C.addressof(params)
-        )
+        tensor = self.lib.fn["new_tensor_4d"](self.context, F32, *full)
+        self.program.append((kernel, params))
         node = self._append(tensor, shape, F32)
         self.point(params, out, node)
         for field, extra in (writes or {}).items():
@@ -254,6 +262,23 @@ class Tape:
             self.point(params, field, extra)
         self.keep.append(params)
         return node
+
+    def _close_program(self) -> None:
+        """Put the kernels recorded since the last op of ggml's into the graph, as one node."""
+        if not self.program:
+            return
+        crew = self.team.crew
+        assert crew is not None
+        program = crew.program(self.program)
+        self._count()
+        address = C.addressof(program)
+        tensor = self.lib.fn["custom_4d"](
+            self.context, F32, 1, 1, 1, 1, None, 0, crew.entry, ALL_THREADS, address
+        )
+        self.lib.set_data(tensor, address)
+        self.lib.fn["build_forward_expand"](self.graph, tensor)
+        self.keep.append(program)
+        self.program = []
 
     def own(self, extra: Node) -> None:
         """Plan memory for a node that has no tensor of its own."""
@@ -279,7 +304,9 @@ class Tape:
             if n.base is None
         ]
         offsets, size = place(requests, ALIGN)
-        plan = self.lib.fn["graph_plan"](self.graph, self.team.threads, self.team.pool)
+        self._close_program()
+        threads, pool = (self.team.threads, self.team.ggml_pool()) if self.heavy else (1, None)
+        plan = self.lib.fn["graph_plan"](self.graph, threads, pool)
         address = arena.reserve(size + plan.work_size + ALIGN)
         roots = (n for n in self.nodes if n.base is None)
         for node, offset in zip(roots, offsets, strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from halogen_cpu_ggml.binding import MAX_CPUS, Library, ThreadpoolParams
+from halogen_cpu_ggml.native import Crew
 
 CGROUP_V2 = "sys/fs/cgroup/cpu.max"
 CGROUP_V1 = ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "sys/fs/cgroup/cpu/cpu.cfs_period_us")
@@ -43,29 +44,36 @@ def _read(path: Path) -> str:
 
 @attrs.define(eq=False)
 class Team:
-    """ggml's thread pool, the only one of this backend."""
+    """Our threads, and ggml's where graphs hold heavy ops of its own."""
 
     lib: Library
     threads: int
     pinned: bool
+    crew: Crew | None = None
+    """The threads of our kernels, if those run."""
     pool: int | None = None
 
-    @classmethod
-    def start(cls, lib: Library, threads: int, *, pinned: bool) -> Team:
-        """A pool whose workers sleep between steps (no polling: idle costs nothing)."""
-        team = cls(lib, threads, pinned)
-        if threads > 1:
+    @property
+    def cpus(self) -> list[int]:
+        """Where threads are pinned to, one each; empty: nowhere."""
+        return sorted(os.sched_getaffinity(0))[: self.threads] if self.pinned else []
+
+    def ggml_pool(self) -> int | None:
+        """Ggml's threads, started when a graph first needs them; they sleep between graphs."""
+        if self.pool is None and self.threads > 1:
             params = ThreadpoolParams()
-            lib.fn["threadpool_params_init"](C.byref(params), threads)
+            self.lib.fn["threadpool_params_init"](C.byref(params), self.threads)
             params.poll = 0
-            params.strict_cpu = pinned
-            for cpu in sorted(os.sched_getaffinity(0))[:threads] if pinned else ():
+            params.strict_cpu = self.pinned
+            for cpu in self.cpus:
                 params.cpumask[cpu] = True
-            team.pool = lib.fn["threadpool_new"](C.byref(params))
-        return team
+            self.pool = self.lib.fn["threadpool_new"](C.byref(params))
+        return self.pool
 
     def stop(self) -> None:
         """End the workers."""
+        if self.crew:
+            self.crew.stop()
         if self.pool:
             self.lib.fn["threadpool_free"](self.pool)
             self.pool = None

@@ -17,6 +17,7 @@ from halogen_cpu_ggml.weights import Part
 PAGE = mmap.PAGESIZE
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
 HUGE = 2 << 20
+SLAB = 16 << 20
 _libc = C.CDLL(None, use_errno=True)
 
 
@@ -34,13 +35,33 @@ class Tiles:
         return int(self.data.ctypes.data)
 
 
-def make_tiles(kernels: Kernels, part: Part, threads: int) -> Tiles:
+@attrs.define(eq=False)
+class Slabs:
+    """Memory for weights. Small matrices share slabs of huge pages: one core reads those 1.6 times
+    as fast as small pages.
+    """
+
+    slab: NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
+    used: int = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """Zeroed bytes at a multiple of 64."""
+        if nbytes > SLAB // 4:
+            return huge_zeros(nbytes)
+        if self.used + nbytes > len(self.slab):
+            self.slab, self.used = huge_zeros(SLAB), 0
+        out = self.slab[self.used : self.used + nbytes]
+        self.used += -(-nbytes // 64) * 64
+        return out
+
+
+def make_tiles(kernels: Kernels, slabs: Slabs, part: Part, threads: int) -> Tiles:
     """Lay a part out for the kernels, then let go of the file's pages that were read for it."""
     experts = math.prod(part.shape[:-2])
     n, k = part.outputs, part.inputs
     count = -(-n // TILE)
     per = count * kernels.tile_bytes(part.format, k)
-    data = huge_zeros(experts * per)
+    data = slabs.take(experts * per)
     raw, rows = part.data.ctypes.data, part.data.nbytes // experts
 
     def work(expert: int, span: range) -> None:

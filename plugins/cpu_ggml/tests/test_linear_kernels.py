@@ -113,3 +113,15 @@ def test_nan_and_zero_rows():
     assert not y[0].any()
     assert not y[2].any()
     assert np.isnan(y[1]).all()
+
+
+def test_more_threads_than_cores_agree_over_many_steps():
+    rng = np.random.default_rng(9)
+    tensor, _ = quant_weight(rng, "Q8_0", 640, 256)
+    x = rng.standard_normal((9, 256), dtype=np.float32)
+    alone, crowd = backend_for("auto", 1), backend_for("auto", 7)
+    want = alone.download(alone.ops.linear(alone.upload(x), packed(alone, tensor)))
+    weight = packed(crowd, tensor)
+    for _ in range(60):
+        got = crowd.download(crowd.ops.linear(crowd.upload(x), weight))
+        np.testing.assert_array_equal(got, want)
