@@ -27,6 +27,7 @@ from halogen_core.spi import (
     MemoryPlan,
     MemoryRequest,
     OpSignature,
+    OutOfDeviceMemory,
     PackedWeight,
     QuantTensor,
     Replay,
@@ -187,6 +188,9 @@ class TritonBackend(TorchBackend):
         return kv.layout_of(spec)
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
+        asked, free = layout.bytes_per_block * (num_blocks + 1), self.memory()[0].free
+        if asked > free:
+            raise OutOfDeviceMemory("dynamic", asked=asked, free=free, fix="lower --max-context")
         self._trash = (num_blocks * layout.spec.block_size, layout.spec.block_size)
         return kv.allocate(layout, num_blocks, self.device)
 

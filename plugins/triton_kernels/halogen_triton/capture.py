@@ -103,6 +103,7 @@ class StaticInputs:
         pinned = device.type not in ("cpu", "meta")
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if pinned else None
         raw = self._host.numpy()
         self.host: dict[str, NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -119,6 +120,9 @@ class StaticInputs:
         """Write a batch and its padding, and start the copy to the device."""
         n, width = batch.block_tables.shape
         host = self.host
+        if self._copied is not None:
+            # the copy before this one may still be reading; an event not yet recorded is done
+            self._copied.synchronize()
         for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
             host[name][:n] = getattr(batch, name)
         host["block_tables"][:n, :width] = batch.block_tables
@@ -130,6 +134,8 @@ class StaticInputs:
                 host[name][:n] = getattr(batch.sampling, name)
                 host[name][n:] = 0
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def batch(self) -> StepBatch:
         """The padded batch on the host, as ops see it."""
