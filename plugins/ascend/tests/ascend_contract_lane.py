@@ -3,20 +3,24 @@
 Prints one JSON object: `calls` with op name, tensor arguments and results, and `refused`.
 """
 
+import inspect
 import json
 import sys
 
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch_npu  # noqa: F401
+from ascend_contract_recorder import Counted, Recorder, Runtime
 from ascend_steps import Config, Decoder, f32, step
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from halogen_ascend.npu import backend as npu_backend
 from halogen_ascend.npu import calls
 from halogen_ascend.npu.backend import NpuBackend
-from halogen_ascend.npu.graph import TaskList
+from halogen_ascend.npu.collectives import RankGroup, row_parallel_linear, share_of
 from halogen_ascend.npu.ops import NpuOps
 from halogen_ascend.weights.quantize import quantize_rows
 from halogen_core.spi import (
@@ -33,61 +37,17 @@ from halogen_core.spi import (
 )
 
 # no Meta kernels in the wheel: the cast keeps shape and dtype, the workspace is of any size
-torch.library.register_fake(
-    "npu::_npu_fused_infer_attention_score_get_max_workspace",
-    lambda q, k, v, **named: q.new_empty(1, dtype=torch.uint8),
-)
 for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
+    torch.library.register_fake(
+        f"npu::_{name}_get_max_workspace",
+        lambda q, k, v, **named: q.new_empty(1, dtype=torch.uint8),
+    )
     torch.library.register_fake(
         f"npu::{name}.out", lambda q, k, v, *, workspace, out, **named: tuple(out)
     )
 torch.library.register_fake(
     "npu::npu_format_cast", lambda x, fmt, customize_dtype=None, input_dtype=None: x.clone()
 )
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down every `npu::` call that passes the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.nz, self.nz_touched = [], [], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and any(a is w for a in args for w in self.nz):
-            self.nz_touched.append(str(func))
-        if func.namespace in ("npu", "atb"):
-            self.calls.append(
-                {
-                    "op": f"{func.namespace}::{func._schema.name.split('::')[1]}",
-                    "overload": func._overloadname,
-                    "tensors": _tensors([*args, *(kwargs or {}).items()]),
-                    "named": {k: v for k, v in (kwargs or {}).items() if _plain(v)},
-                    "out": _tensors(out if isinstance(out, (tuple, list)) else [out]),
-                }
-            )
-        if "format_cast" in str(func):
-            self.nz.append(out)
-        return out
-
-
-def _plain(value):
-    if isinstance(value, list):
-        return all(isinstance(v, int) for v in value)
-    return isinstance(value, (int, float, str, bool))
-
-
-def _tensors(values):
-    found = []
-    for given in values:
-        name, value = given if isinstance(given, tuple) and len(given) == 2 else ("", given)
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, torch.Tensor):
-                assert isinstance(item, FakeTensor), f"{name} is a real tensor"
-                dtype = str(item.dtype).removeprefix("torch.")
-                found.append([name, item.device.type, dtype, list(item.shape)])
-    return found
 
 
 def on_device(tensor):
@@ -200,48 +160,78 @@ def refusals(backend):
     return said
 
 
-class Runtime:
-    """The order of graph calls, written down; no device runs them."""
-
-    def __init__(self):
-        self.log = []
-
-    def __getattr__(self, name):
-        def call(*args):
-            self.log.append(name)
-            return self
-
-        return call
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
-
 def captured(backend):
-    """Attention under capture: its own output operator, workspace, task group, update."""
-    decoder, runtime = Decoder(backend, Config(dim=128, layers=1)), Runtime()
-    batch = step([([1], 10, [0]), ([1], 20, [1])])
-    ops = backend.ops
-    ops.tasks = TaskList(runtime)
-    decoder.forward(backend.upload_step(batch))
-    tasks, ops.tasks = ops.tasks, None
-    tasks.update(step([([1], 11, [0]), ([1], 21, [1])]), "second stream")
+    """A step captured and replayed: output operators, workspaces, task groups, updates."""
+    decoder = Decoder(backend, Config(dim=128, layers=1))
+    runtime = Runtime(torch.npu)
+    npu_backend._runtime = lambda: runtime
+    replay = backend.capture(decoder.run, step([([1], 10, [0]), ([1], 20, [1])]))
+    made = replay(step([([1], 11, [0]), ([1], 21, [1])]))
+    assert list(made.token_ids.shape) == [2]
     return runtime.log
 
 
+def captured_with_sinks(backend):
+    """The second operator has an output form and a workspace of its own."""
+    kv = KVSpec(num_layers=1, num_kv_heads=1, head_dim=128, block_size=128)
+    cache = backend.kv_alloc(backend.kv_layout(kv), 2)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=128, scale=0.1)
+    sinks = backend.pack([f32(np.zeros(4))], WeightRole.SINKS)
+    q = backend.upload(np.zeros((1, 4 * 128), np.float32))
+    ops, batch = backend.ops, step([([1], 10, [0])])
+    ops.tasks = npu_backend.graph.TaskList(Runtime(torch.npu))
+    ops.attention(q, cache, 0, backend.upload_step(batch), spec, sinks=sinks)
+    ops.tasks = None
+
+
+def opening():
+    """What only a device can answer: the calls fit their signatures at least."""
+    made = {"set_device": (0,), "mem_get_info": (torch.device("npu:0"),)}
+    for name, args in made.items():
+        inspect.signature(getattr(torch.npu, name)).bind(*args)
+    return sorted(made)
+
+
+def ranks(backend):
+    """A row-parallel product: the vendor's group is registered for the device, and sums on it."""
+    assert dist.Backend.default_device_backend_map["npu"] == "hccl"
+    dist.init_process_group("npu:fake", rank=1, world_size=2, store=FakeStore())
+    share = share_of(96, 1, 2)
+    weight = backend.pack([f32(np.zeros((64, 96))[:, share])], WeightRole.LINEAR)
+    x = backend.upload(np.zeros((5, 48), np.float32))
+    out = row_parallel_linear(backend.ops, x, weight, RankGroup(1, 2), name="mlp")
+    assert list(out.shape) == [5, 64]
+    dist.destroy_process_group()
+
+
 def main():
+    counted = Counted(calls)
     with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
         backend = LaneBackend(BackendOptions(), device="npu:0", dtype=torch.float16, name="ascend")
         model(backend)
         attention_kinds(backend)
         experts(backend)
         graph = captured(backend)
+        captured_with_sinks(backend)
+        ranks(backend)
         refused = refusals(backend)
-    told = {"calls": recorder.calls, "refused": refused, "graph": graph}
-    json.dump({**told, "nz_touched": recorder.nz_touched}, sys.stdout)
+        assert list(int8(backend).payload.matrix().shape) == [32, 48]
+    told = {
+        "calls": recorder.calls,
+        "schemas": recorder.schemas,
+        "functions": counted.counts,
+        "signatures": opening(),
+        "nz_touched": recorder.nz_touched,
+        "refused": refused,
+        "graph": graph,
+    }
+    json.dump(told, sys.stdout)
+
+
+def int8(backend):
+    with unset_fake_temporarily():
+        quantized = [quantize_rows(f32(np.ones((32, 48))), "W8A8")]
+    return backend.pack(quantized, WeightRole.LINEAR)
 
 
 main()

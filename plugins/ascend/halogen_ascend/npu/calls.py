@@ -55,26 +55,36 @@ class PagedCall:
 def paged_attention(call: PagedCall) -> Tensor:
     """Fused attention, TND: [T, Hq, D]. Sinks need the second version of the operator."""
     positional, named = _arguments(call)
-    return _tensor(_operator(call)(*positional, **named)[0])
+    attend, _ = _operators(call)
+    return _tensor(attend(*positional, **named)[0])
 
 
 def paged_attention_workspace(call: PagedCall) -> Tensor:
     """The largest workspace that the call may need, asked once per captured bucket."""
     positional, named = _arguments(call)
-    name = f"_{_operator(call).__name__.split('.')[0]}_get_max_workspace"
-    return _tensor(getattr(_npu(), name)(*positional, **named))
+    _, workspace = _operators(call)
+    return _tensor(workspace(*positional, **named))
 
 
 def paged_attention_into(call: PagedCall, workspace: Tensor, out: tuple[Tensor, Tensor]) -> None:
     """The same into given memory, as captured steps want it; out is (attention, lse)."""
     positional, named = _arguments(call)
-    _operator(call).out(*positional, **named, workspace=workspace, out=list(out))
+    attend, _ = _operators(call)
+    attend.out(*positional, **named, workspace=workspace, out=list(out))
 
 
-def _operator(call: PagedCall) -> Any:
+def _operators(call: PagedCall) -> tuple[Any, Any]:
+    """The operator, and the one that tells its workspace."""
+    npu = _npu()
     if call.sinks is None:
-        return _npu().npu_fused_infer_attention_score
-    return _npu().npu_fused_infer_attention_score_v2
+        return (
+            npu.npu_fused_infer_attention_score,
+            npu._npu_fused_infer_attention_score_get_max_workspace,
+        )
+    return (
+        npu.npu_fused_infer_attention_score_v2,
+        npu._npu_fused_infer_attention_score_v2_get_max_workspace,
+    )
 
 
 def _arguments(call: PagedCall) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
