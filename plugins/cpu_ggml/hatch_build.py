@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent
 OUTPUT = ROOT / "halogen_cpu_ggml" / "_kernels.so"
-PER_ISA = ("gemm.c", "attention.c", "elementwise.c")
+PER_ISA = ("gemm.c", "attention.c", "elementwise.c", "experts.c")
 ONCE = ("dispatch.c", "team.c", "pack.c", "sample.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-fno-math-errno"]
 X86_ISAS = {

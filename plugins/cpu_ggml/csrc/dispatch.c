@@ -3,11 +3,14 @@
 
 #define DECLARE(isa) \
     extern const hx_kernel hx_##isa##_pack_q8, hx_##isa##_pack_f32, hx_##isa##_linear, \
-        hx_##isa##_norm, hx_##isa##_gate, hx_##isa##_angles, hx_##isa##_store, hx_##isa##_attend;
+        hx_##isa##_norm, hx_##isa##_gate, hx_##isa##_angles, hx_##isa##_store, hx_##isa##_attend, \
+        hx_##isa##_choose, hx_##isa##_group, hx_##isa##_regroup, hx_##isa##_experts, \
+        hx_##isa##_combine;
 #define TABLE(isa, panel) \
     {#isa, panel, &hx_##isa##_pack_q8, &hx_##isa##_pack_f32, &hx_##isa##_linear, &hx_##isa##_norm, \
      &hx_##isa##_gate, &hx_##isa##_angles, &hx_##isa##_store, &hx_##isa##_attend, &hx_sample_rows, \
-     &hx_select_rows}
+     &hx_select_rows, &hx_##isa##_choose, &hx_##isa##_group, &hx_##isa##_regroup, \
+     &hx_##isa##_experts, &hx_##isa##_combine}
 
 extern const hx_kernel hx_sample_rows, hx_select_rows;
 DECLARE(scalar)
@@ -55,6 +58,7 @@ __attribute__((visibility("default"))) int64_t hx_struct_size(const char *name) 
 #define SIZE(type) if (!strcmp(name, #type)) return sizeof(type)
     SIZE(hx_step); SIZE(hx_pack_x); SIZE(hx_part); SIZE(hx_linear); SIZE(hx_norm); SIZE(hx_gate);
     SIZE(hx_angles); SIZE(hx_pool); SIZE(hx_store); SIZE(hx_attend); SIZE(hx_sample); SIZE(hx_rows);
+    SIZE(hx_choose); SIZE(hx_group); SIZE(hx_regroup); SIZE(hx_experts); SIZE(hx_combine);
     SIZE(hx_op); SIZE(hx_program); SIZE(hx_table);
     return -1;
 }

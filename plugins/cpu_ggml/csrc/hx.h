@@ -139,10 +139,60 @@ typedef struct {
     int64_t width;
 } hx_rows;
 
+#define HX_MOST_PARTS 4
+
+// Experts and their weights for each row of logits [rows, experts]
+typedef struct {
+    const int64_t *rows;
+    const float *logits;
+    int64_t experts, top, sigmoid, normalise;
+    float scale;
+    int32_t *chosen; // [rows, top]
+    float *share;
+} hx_choose;
+
+// Rows by expert: expert e has order[start[e] .. start[e + 1] - 1]; place is order's inverse
+typedef struct {
+    const int64_t *rows;
+    const int32_t *chosen;
+    int64_t experts, top;
+    int64_t *start, *total;
+    int32_t *order, *place;
+} hx_group;
+
+// x into panels per expert: row order[j] / top (or j) as row j
+typedef struct {
+    const int64_t *start;
+    int64_t experts;
+    const int32_t *order;
+    int64_t top;
+    const float *x;
+    int64_t k, floats;
+    uint8_t *out;
+} hx_regroup;
+
+// as hx_linear for each group, over stacked weights
+typedef struct {
+    const int64_t *start;
+    int64_t experts, k;
+    float *out;
+    int64_t stride, nparts;
+    const hx_part *parts;
+} hx_experts;
+
+typedef struct {
+    const int64_t *rows;
+    int64_t top, width;
+    const int32_t *place;
+    const float *share, *x;
+    float *out;
+} hx_combine;
+
 typedef struct {
     const char *isa;
     int64_t panel; // most rows of a panel
     const hx_kernel *pack_q8, *pack_f32, *linear, *norm, *gate, *angles, *store, *attend, *sample, *rows;
+    const hx_kernel *choose, *group, *regroup, *experts, *combine;
 } hx_table;
 
 // Panels: rows split evenly so that none is larger than `most`.

@@ -28,7 +28,7 @@ from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.weights import Part
 
 KV_DTYPES = ("f16", "q8_0", "bf16", "f32", "f8_e5m2")
-BY_GGML = ("embed", "add", "moe")
+BY_GGML = ("embed", "add")
 
 
 @attrs.define(eq=False)
@@ -87,8 +87,8 @@ class KernelMode:
         )
 
     def prepare(self, parts: tuple[Part, ...], role: WeightRole) -> None:
-        """Linear weights are laid out now; a tied embedding when its logits are first wanted."""
-        if role is WeightRole.LINEAR:
+        """Matrices are laid out now; a tied embedding when its logits are first wanted."""
+        if role is not WeightRole.EMBEDDING:
             for part in parts:
                 self.ops.tiles(part)
 

@@ -8,14 +8,24 @@ from typing import Any
 import attrs
 import numpy as np
 
-from halogen_core.spi import Activation, AttentionSpec, KVCache, RopeSpec, RopeStyle, Sampled
+from halogen_core.spi import (
+    Activation,
+    AttentionSpec,
+    KVCache,
+    MoESpec,
+    RopeSpec,
+    RopeStyle,
+    Sampled,
+)
 from halogen_cpu_ggml import native, picking
+from halogen_cpu_ggml.experts import mixture
 from halogen_cpu_ggml.kv_tiles import TilePool
 from halogen_cpu_ggml.native import ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES, Kernels
 from halogen_cpu_ggml.ops import (
     GgmlOps,
     Meta,
     Packed,
+    check_experts,
     check_heads,
     payload,
     sampled_nodes,
@@ -124,18 +134,31 @@ class KernelOps(GgmlOps):
             return empty_like((0, n))
         with self.recorder.tape() as tape:
             x = joined(tape, x)
-            parts, packs = self._parts(tape, x, payload(weight).parts)
-            params = native.Linear(
-                rows=rows_address(tape, x), k=x.shape[1], stride=n,
-                scale=scale, softcap=softcap or 0.0,
-                nparts=len(parts), parts=C.addressof(parts),
-            )  # fmt: skip
-            reads = {} if bias is None else {"bias": vector_node(tape, bias)}
-            out = tape.custom(self.kernels.table.linear, params, shape=(t, n), reads=reads)
-            for part, pack in zip(parts, packs, strict=True):
-                tape.point(part, "x", pack)
-            tape.keep.append(parts)
-            out.rows = x.rows
+            return self._product(tape, x, weight, bias=bias, scale=scale, softcap=softcap)
+
+    def _product(
+        self,
+        tape: Tape,
+        x: Node,
+        weight: Packed,
+        *,
+        bias: Packed | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Node:
+        n = weight.shape[-2]
+        parts, packs = self._parts(tape, x, payload(weight).parts)
+        params = native.Linear(
+            rows=rows_address(tape, x), k=x.shape[1], stride=n,
+            scale=scale, softcap=softcap or 0.0,
+            nparts=len(parts), parts=C.addressof(parts),
+        )  # fmt: skip
+        reads = {} if bias is None else {"bias": vector_node(tape, bias)}
+        out = tape.custom(self.kernels.table.linear, params, shape=(x.shape[0], n), reads=reads)
+        for part, pack in zip(parts, packs, strict=True):
+            tape.point(part, "x", pack)
+        tape.keep.append(parts)
+        out.rows = x.rows
         return out
 
     def _parts(self, tape: Tape, x: Node, weights: tuple[Part, ...]) -> tuple[Any, list[Node]]:
@@ -180,6 +203,15 @@ class KernelOps(GgmlOps):
             )
         x.packed[form] = pack
         return pack
+
+    def moe(self, x: Node, router: Packed, gate_up: Packed, down: Packed, spec: MoESpec) -> Node:
+        check_experts(spec, gate_up, down)
+        if x.shape[0] == 0:
+            return empty_like(x.shape)
+        with self.recorder.tape() as tape:
+            x = joined(tape, x)
+            parts = payload(gate_up).parts, payload(down).parts
+            return mixture(self, tape, x, self._product(tape, x, router), *parts, spec)
 
     # -- attention
 

@@ -27,6 +27,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES = 32, 52
 CHUNK, MOST_ROWS, TILE = 256, 12, 16
 LONGEST_HEAD = 1024
+MOST_PARTS = 4
+"""Stacks of experts in one product."""
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
@@ -116,6 +118,44 @@ Sample = _struct(
     *_pointers("bias_start", "bias_ids", "bias_values", "mask", "out"),
 )
 Rows = _struct("Rows", *_pointers("step", "x", "out"), ("width", _L))
+Choose = _struct(
+    "Choose",
+    *_pointers("rows", "logits"),
+    *((n, _L) for n in ("experts", "top", "sigmoid", "normalise")),
+    ("scale", _F),
+    *_pointers("chosen", "share"),
+)
+Group = _struct(
+    "Group",
+    *_pointers("rows", "chosen"),
+    ("experts", _L),
+    ("top", _L),
+    *_pointers("start", "total", "order", "place"),
+)
+Regroup = _struct(
+    "Regroup",
+    ("start", _P),
+    ("experts", _L),
+    ("order", _P),
+    ("top", _L),
+    ("x", _P),
+    ("k", _L),
+    ("floats", _L),
+    ("out", _P),
+)
+Experts = _struct(
+    "Experts",
+    ("start", _P),
+    ("experts", _L),
+    ("k", _L),
+    ("out", _P),
+    ("stride", _L),
+    ("nparts", _L),
+    ("parts", _P),
+)
+Combine = _struct(
+    "Combine", ("rows", _P), ("top", _L), ("width", _L), *_pointers("place", "share", "x", "out")
+)
 
 
 class Op(C.Structure):
@@ -138,6 +178,7 @@ class Table(C.Structure):
         ("panel", _L),
         *_pointers("pack_q8", "pack_f32", "linear", "norm", "gate"),
         *_pointers("angles", "store", "attend", "sample", "rows"),
+        *_pointers("choose", "group", "regroup", "experts", "combine"),
     ]
 
 
@@ -154,6 +195,11 @@ _SIZES = {
     "hx_attend": Attend,
     "hx_sample": Sample,
     "hx_rows": Rows,
+    "hx_choose": Choose,
+    "hx_group": Group,
+    "hx_regroup": Regroup,
+    "hx_experts": Experts,
+    "hx_combine": Combine,
     "hx_op": Op,
     "hx_program": Program,
     "hx_table": Table,

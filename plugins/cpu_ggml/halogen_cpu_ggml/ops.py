@@ -141,8 +141,7 @@ class GgmlOps:
         return self.linear(self.gated_act(self.linear(x, gate_up), kind), down)
 
     def moe(self, x: Node, router: Packed, gate_up: Packed, down: Packed, spec: MoESpec) -> Node:
-        if spec.top_k > spec.num_experts:
-            raise refused("moe", f"top-{spec.top_k} of {spec.num_experts} experts")
+        check_experts(spec, gate_up, down)
         if x.shape[0] == 0:
             return empty_like(x.shape)
         with self.recorder.tape() as tape:
@@ -228,6 +227,16 @@ def check_heads(op: str, spec: AttentionSpec) -> None:
     """Raises UnsupportedOp for heads that cannot be shared out."""
     if spec.num_heads % spec.num_kv_heads:
         raise refused(op, f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads")
+
+
+def check_experts(spec: MoESpec, gate_up: Packed, down: Packed) -> None:
+    """Raises UnsupportedOp for experts that cannot be chosen or do not fit each other."""
+    if not 1 <= spec.top_k <= spec.num_experts:
+        raise refused("moe", f"top-{spec.top_k} of {spec.num_experts} experts")
+    if {spec.num_experts} != {w.shape[0] for w in (gate_up, down)}:
+        raise refused("moe", f"{spec.num_experts} experts over {gate_up.shape}, {down.shape}")
+    if gate_up.shape[1] != 2 * down.shape[2]:
+        raise refused("moe", f"{gate_up.shape[1]} gates and ups before {down.shape[2]} inputs")
 
 
 def payload(weight: Packed) -> Weight:

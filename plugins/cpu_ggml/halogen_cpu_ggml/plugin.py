@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from halogen_core.spi import (
     BackendSpec,
     BackendUnavailable,
-    ConformanceExtras,
     DeviceInfo,
     DoctorContext,
     Finding,
@@ -19,9 +18,6 @@ from halogen_core.spi import (
 )
 
 NAME = "cpu_ggml"
-
-GAPS = {"L1/moe/F16-T3@f32": "ggml's expert matmul rounds activations to float16 too"}
-"""Conformance cases that really fail here, with the reason."""
 
 
 @hookimpl
@@ -69,8 +65,3 @@ def halogen_doctor_checks(context: DoctorContext) -> Iterable[Finding]:
         for r in report.reasons
     ]
     return [fine, *lacks]
-
-
-@hookimpl
-def halogen_conformance() -> list[ConformanceExtras]:
-    return [ConformanceExtras(declared_gaps=GAPS)]
