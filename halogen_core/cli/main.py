@@ -11,8 +11,11 @@ from halogen_core import __version__
 from halogen_core.errors import HalogenError
 
 EXIT_ERROR = 2
+INTERRUPTED = 130
+"""As shells number a program that Ctrl-C ended."""
 
 COMMANDS: dict[str, str] = {
+    "bench": "Measure the engine here, beside what the device can do at most.",
     "conform": "Check a backend against the conformance suite.",
     "convert": "Quantise a model layer by layer.",
     "doctor": "Check this machine and what is installed on it.",
@@ -66,6 +69,9 @@ class LazyGroup(click.Group):
         except HalogenError as exc:
             report(exc)
             ctx.exit(EXIT_ERROR)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
 
     def _add_plugin_commands(self) -> None:
         """Let plugins add theirs; only for names that the core does not know."""

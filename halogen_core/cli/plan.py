@@ -9,37 +9,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 
+from halogen_core.cli.bounds import (
+    Profile,
+    active_share,
+    find_profile,
+    kv_bytes_per_token,
+    kv_read_bytes,
+)
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
 from halogen_core.errors import ConfigError, OutOfMemory
-from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
+from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig
 
 GIB = 1 << 30
-
-
-@attrs.frozen(kw_only=True)
-class Profile:
-    """A device as data. Bytes, bytes per second, operations per second."""
-
-    name: str
-    backend: str
-    device: str
-    source: str
-    free: int
-    reserve: int
-    bandwidth: dict[str, float]
-    compute: dict[str, float]
-    weight_formats: dict[str, str]
-    kv_dtypes: tuple[str, ...]
-    kv_block_sizes: tuple[int, ...]
-    head_dim_max: int
-    fallback_ops: dict[str, str]
 
 
 @attrs.frozen(kw_only=True)
@@ -87,59 +74,6 @@ def command(
     )
     about = plan(checkpoint, decoder, profile, work)
     click.echo(json.dumps(about, indent=2) if as_json else "\n".join(lines(about)))
-
-
-def find_profile(backend: str, name: str) -> Profile:
-    """The profile of that name among installed plugins' (by manifest), or in a file."""
-    from halogen_core.plugins import PluginRegistry
-
-    if name.endswith(".json"):
-        return read_profile(Path(name))
-    found: dict[str, Path] = {}
-    for plugin in PluginRegistry.discover().plugins:
-        offered = {
-            plugin.name,
-            *(n for spec in plugin.backends for n in (spec.name, *spec.aliases)),
-        }
-        manifest = plugin.manifest
-        if backend in offered and manifest is not None and manifest.profiles:
-            folder = Path(manifest.path).parent / manifest.profiles
-            found |= {file.stem: file for file in sorted(folder.glob("*.json"))}
-    if name not in found:
-        raise ConfigError(
-            f"backend `{backend}` has no profile `{name}`; it has {', '.join(found) or 'none'}",
-            code="HRT-3421",
-            fix="name one of these, or give a JSON file",
-        )
-    return read_profile(found[name])
-
-
-def read_profile(path: Path) -> Profile:
-    """A profile file; raises `ConfigError` for one that is damaged."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        memory = data["memory"]
-        return Profile(
-            name=data["name"],
-            backend=data["backend"],
-            device=data["device"],
-            source=data["source"],
-            free=memory["free"],
-            reserve=memory["reserve"],
-            bandwidth=data["bandwidth"],
-            compute=data["compute"],
-            weight_formats=data["weight_formats"],
-            kv_dtypes=tuple(data["kv_dtypes"]),
-            kv_block_sizes=tuple(data["kv_block_sizes"]),
-            head_dim_max=data["head_dim_max"],
-            fallback_ops=data["fallback_ops"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(
-            f"profile `{path}` cannot be used: {type(exc).__name__}: {exc}",
-            code="HRT-3422",
-            fix="compare it with a profile that a plugin ships",
-        ) from exc
 
 
 def plan(
@@ -210,46 +144,11 @@ def fallbacks(decoder: DecoderConfig, profile: Profile, formats: Counter[str]) -
     return found
 
 
-def kv_bytes_per_token(decoder: DecoderConfig, dtype: str) -> int:
-    """K and V of all layers."""
-    total = 0
-    for layer in decoder.layers:
-        spec = layer.attention
-        row = KVSpec(
-            num_layers=1, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
-        )
-        total += 2 * spec.num_kv_heads * kv_row_bytes(row)
-    return total
-
-
-def kv_read_bytes(decoder: DecoderConfig, dtype: str, context: int) -> int:
-    """KV that one decoding step reads at a full context; windows read less."""
-    per = kv_bytes_per_token(decoder, dtype) / decoder.num_layers
-    seen = sum(min(context, layer.attention.window or context) for layer in decoder.layers)
-    return int(per * seen)
-
-
 def workspace_bytes(decoder: DecoderConfig, tokens: int) -> int:
     """Activations of the largest step in 16 bits, and float32 logits of 256 rows."""
     moe = decoder.layers[0].moe
     inner = decoder.intermediate_size * (moe.top_k if moe else 1)
     return tokens * 2 * (6 * decoder.hidden_size + 3 * inner) + 256 * 4 * decoder.vocab_size
-
-
-def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, int]:
-    """(bytes, elements) of weights that one token reads; of experts only the chosen ones."""
-    moe = decoder.layers[0].moe
-    share = moe.top_k / moe.num_experts if moe else 1.0
-    size = elements = 0.0
-    for name in checkpoint.names():
-        if name == "token_embd.weight" and not decoder.tied_embeddings:
-            continue
-        tensor = checkpoint.tensor(name)
-        part = share if "_exps." in name else 1.0
-        size += part * tensor.data.nbytes
-        form = FORMATS[tensor.format]
-        elements += part * tensor.data.nbytes / form.bytes * form.block
-    return int(size), int(elements)
 
 
 def lines(about: dict[str, Any]) -> list[str]:

@@ -1,0 +1,168 @@
+"""What a device can do at most, as data, and the bounds that follow for a model.
+
+A profile is a JSON file that a plugin ships (folder `profiles` of its static manifest). Whatever is
+derived from it is a bound, never a speed: steps per second are at most bandwidth over the bytes
+that a step reads, and at most compute over its operations.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+
+from halogen_core.errors import ConfigError
+from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
+
+
+@attrs.frozen(kw_only=True)
+class Profile:
+    """A device as data. Bytes, bytes per second, operations per second."""
+
+    name: str
+    backend: str
+    device: str
+    source: str
+    free: int
+    reserve: int
+    bandwidth: dict[str, float]
+    compute: dict[str, float]
+    weight_formats: dict[str, str]
+    kv_dtypes: tuple[str, ...]
+    kv_block_sizes: tuple[int, ...]
+    head_dim_max: int
+    fallback_ops: dict[str, str]
+
+
+def find_profile(backend: str, name: str) -> Profile:
+    """The profile of that name among installed plugins' (by manifest), or in a file."""
+    from halogen_core.plugins import PluginRegistry
+
+    if name.endswith(".json"):
+        return read_profile(Path(name))
+    found: dict[str, Path] = {}
+    for plugin in PluginRegistry.discover().plugins:
+        offered = {
+            plugin.name,
+            *(n for spec in plugin.backends for n in (spec.name, *spec.aliases)),
+        }
+        manifest = plugin.manifest
+        if backend in offered and manifest is not None and manifest.profiles:
+            folder = Path(manifest.path).parent / manifest.profiles
+            found |= {file.stem: file for file in sorted(folder.glob("*.json"))}
+    if name not in found:
+        raise ConfigError(
+            f"backend `{backend}` has no profile `{name}`; it has {', '.join(found) or 'none'}",
+            code="HRT-3421",
+            fix="name one of these, or give a JSON file",
+        )
+    return read_profile(found[name])
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile file; raises `ConfigError` for one that is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        memory = data["memory"]
+        return Profile(
+            name=data["name"],
+            backend=data["backend"],
+            device=data["device"],
+            source=data["source"],
+            free=memory["free"],
+            reserve=memory["reserve"],
+            bandwidth=data["bandwidth"],
+            compute=data["compute"],
+            weight_formats=data["weight_formats"],
+            kv_dtypes=tuple(data["kv_dtypes"]),
+            kv_block_sizes=tuple(data["kv_block_sizes"]),
+            head_dim_max=data["head_dim_max"],
+            fallback_ops=data["fallback_ops"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(
+            f"profile `{path}` cannot be used: {type(exc).__name__}: {exc}",
+            code="HRT-3422",
+            fix="compare it with a profile that a plugin ships",
+        ) from exc
+
+
+def kv_bytes_per_token(decoder: DecoderConfig, dtype: str) -> int:
+    """K and V of all layers."""
+    total = 0
+    for layer in decoder.layers:
+        spec = layer.attention
+        row = KVSpec(
+            num_layers=1, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
+        )
+        total += 2 * spec.num_kv_heads * kv_row_bytes(row)
+    return total
+
+
+def kv_read_bytes(decoder: DecoderConfig, dtype: str, context: int) -> int:
+    """KV that one decoding step reads at a full context; windows read less."""
+    per = kv_bytes_per_token(decoder, dtype) / decoder.num_layers
+    seen = sum(min(context, layer.attention.window or context) for layer in decoder.layers)
+    return int(per * seen)
+
+
+def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, int]:
+    """(bytes, elements) of weights that one token reads; of experts only the chosen ones."""
+    moe = decoder.layers[0].moe
+    share = moe.top_k / moe.num_experts if moe else 1.0
+    size = elements = 0.0
+    for name in checkpoint.names():
+        if name == "token_embd.weight" and not decoder.tied_embeddings:
+            continue
+        tensor = checkpoint.tensor(name)
+        part = share if "_exps." in name else 1.0
+        size += part * tensor.data.nbytes
+        form = FORMATS[tensor.format]
+        elements += part * tensor.data.nbytes / form.bytes * form.block
+    return int(size), int(elements)
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """What a measured rate was about, as far as bounds depend on it."""
+
+    weight_bytes: int
+    """That one token reads."""
+    elements: int
+    """Weights that one token multiplies with."""
+    kv_bytes: int = 0
+    """That one sequence reads per step."""
+    sequences: int = 1
+    experts: tuple[int, int] | None = None
+    """(chosen, all) of a mixture: more sequences read more of them."""
+
+    @property
+    def step_bytes(self) -> float:
+        """Least bytes of one decode step; weights are read once for all sequences."""
+        share = 1.0
+        if self.experts is not None:
+            chosen, count = self.experts
+            met = count * (1 - (1 - chosen / count) ** self.sequences)
+            share = max(1.0, met / chosen)
+        return self.weight_bytes * share + self.kv_bytes * self.sequences
+
+
+def decode_bound(load: Load, bandwidth: float, compute: float | None) -> float:
+    """Tokens per second that decoding cannot exceed, without speculation."""
+    by_bytes = load.sequences * bandwidth / load.step_bytes
+    return by_bytes if compute is None else min(by_bytes, compute / (2 * load.elements))
+
+
+def prefill_bound(load: Load, compute: float) -> float:
+    """Prompt tokens per second that cannot be exceeded."""
+    return compute / (2 * load.elements)
+
+
+def verdict(rate: float, best: float | None, peak: float | None) -> str:
+    """`impossible` over the theoretical peak, `speculative` over the best that was measured."""
+    if peak is not None and rate > peak:
+        return "impossible"
+    if best is not None and rate > best:
+        return "speculative"
+    return "within the bound" if best is not None or peak is not None else "no bound known"
