@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from halogen_core.engine.protocol import (
 from halogen_core.engine.runner import Runner, StepResult
 from halogen_core.engine.sampler import RowSampler
 from halogen_core.engine.snapshots import Snapshots
-from halogen_core.errors import HalogenError, RequestError
+from halogen_core.errors import ConfigError, HalogenError, RequestError
 from halogen_core.kv.block_pool import BlockPool
 from halogen_core.kv.salt import cache_salt
 from halogen_core.scheduler.plan import StepPlan
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence as KVSequence
+from halogen_core.spi import Adjustable
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,20 @@ class Engine:
     def load_cache(self, path: str) -> int:
         """Read a prefix cache from `path`; the number of blocks. Raises for a foreign file."""
         return self.snapshots.load(Path(path))
+
+    def adjust(self, settings: Mapping[str, str]) -> dict[str, str]:
+        """Change settings of the backend from the next step on; returns all with their values."""
+        backend = self.runner.backend
+        if not isinstance(backend, Adjustable):
+            if not settings:
+                return {}
+            raise ConfigError(
+                f"`{backend.capabilities().name}` has no settings that can change while it runs",
+                code="HRT-3407",
+            )
+        for key, value in settings.items():
+            backend.adjust(key, value)
+        return dict(backend.adjustable())
 
     # -- one request
 

@@ -104,6 +104,12 @@ class ProcessEngine:
         """Read a prefix cache from `path`; the number of blocks."""
         return await self._move_cache(wire.LoadCache, path)
 
+    async def adjust(self, settings: dict[str, str]) -> dict[str, str]:
+        """Change settings of the backend between two steps; returns all with their values."""
+        token = next(self._tokens)
+        done = await self._answer_to(wire.Adjust(token, settings), token, 60.0)
+        return _checked(done).settings
+
     async def drain(self, timeout_s: float) -> bool:
         self._draining = True
         return await self._inbox.wait_idle(timeout_s)
@@ -221,10 +227,7 @@ class ProcessEngine:
         self, question: type[wire.SaveCache] | type[wire.LoadCache], path: str
     ) -> int:
         token = next(self._tokens)
-        done: wire.Done = await self._answer_to(question(token, path), token, 600.0)
-        if done.code:
-            raise HalogenError(done.message, code=done.code)
-        return done.blocks
+        return _checked(await self._answer_to(question(token, path), token, 600.0)).blocks
 
     def _answer_to(
         self, message: wire.ToEngine, token: int, timeout_s: float
@@ -255,3 +258,9 @@ class ProcessEngine:
     def _down(self) -> EngineUnavailable:
         why = f": {self._failure.message}" if self._failure else ""
         return EngineUnavailable(f"engine is starting or restarting{why}", code="HRT-5030")
+
+
+def _checked(done: wire.Done) -> wire.Done:
+    if done.code:
+        raise HalogenError(done.message, code=done.code)
+    return done

@@ -58,6 +58,13 @@ class LoadCache(msgspec.Struct, tag=True, frozen=True):
     path: str
 
 
+class Adjust(msgspec.Struct, tag=True, frozen=True):
+    """Change settings of the backend between two steps; an empty mapping only asks for them."""
+
+    token: int
+    settings: dict[str, str]
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """End after the current step."""
 
@@ -90,15 +97,16 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `SaveCache` and `LoadCache`: blocks moved, or the error."""
+    """Answer to `SaveCache`, `LoadCache` (blocks moved) and `Adjust` (settings), or the error."""
 
     token: int
     blocks: int = 0
+    settings: dict[str, str] = {}
     code: str = ""
     message: str = ""
 
 
-ToEngine = Start | Submit | Abort | GetStats | Ping | SaveCache | LoadCache | Stop
+ToEngine = Start | Submit | Abort | GetStats | Ping | SaveCache | LoadCache | Adjust | Stop
 FromEngine = Ready | Failed | Outputs | Stats | Pong | Done
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

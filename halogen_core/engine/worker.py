@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -113,6 +114,8 @@ class Worker:
                 self._answer(token, loop.ask(lambda: engine.save_cache(path)))
             case wire.LoadCache(token, path):
                 self._answer(token, loop.ask(lambda: engine.load_cache(path)))
+            case wire.Adjust(token, settings):
+                self._answer(token, loop.ask(lambda: engine.adjust(settings)))
             case wire.Stop():
                 loop.stop(timeout_s=0)
 
@@ -122,11 +125,13 @@ class Worker:
             with contextlib.suppress(HalogenError):
                 engine.grammars.check(request.grammar)
 
-    def _answer(self, token: int, future: Future[int]) -> None:
-        def done(future: Future[int]) -> None:
+    def _answer(self, token: int, future: Future[Any]) -> None:
+        def done(future: Future[Any]) -> None:
             error = future.exception()
             if error is None:
-                self._send(wire.Done(token, blocks=future.result()))
+                result = future.result()
+                told = {"blocks": result} if isinstance(result, int) else {"settings": result}
+                self._send(wire.Done(token, **told))
             else:
                 code = error.code if isinstance(error, HalogenError) else "HRT-5031"
                 self._send(wire.Done(token, code=code, message=str(error)))

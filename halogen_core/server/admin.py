@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, not for its users: the prefix cache on disk."""
+"""Routes for whoever runs the server, not for its users: the prefix cache on disk, settings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ class CacheKeeper(Protocol):
     async def load_cache(self, path: str) -> int: ...
 
 
+@runtime_checkable
+class AdjustableEngine(Protocol):
+    """An engine client whose backend has settings that change while it runs."""
+
+    async def adjust(self, settings: dict[str, str]) -> dict[str, str]: ...
+
+
 class SnapshotBody(msgspec.Struct, kw_only=True):
     """Body of both routes: a name, never a path."""
 
@@ -50,7 +57,24 @@ def admin_router(service: Service) -> APIRouter:
         path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
         return json_response({"blocks": await keeper(service).load_cache(str(path))})
 
+    @router.get("/backend")
+    async def settings() -> Response:
+        return json_response(await adjustable(service).adjust({}))
+
+    @router.patch("/backend")
+    async def adjust(request: Request) -> Response:
+        wanted = decode(dict[str, str | int], await request.body())
+        told = {key: str(value) for key, value in wanted.items()}
+        return json_response(await adjustable(service).adjust(told))
+
     return router
+
+
+def adjustable(service: Service) -> AdjustableEngine:
+    """The engine, if its backend's settings can be reached."""
+    if not isinstance(service.engine, AdjustableEngine):
+        raise RequestError("this engine has no settings to change", code="HRT-4008")
+    return service.engine
 
 
 def snapshot_path(service: Service, name: str) -> Path:

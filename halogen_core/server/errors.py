@@ -38,6 +38,8 @@ class Kind:
 BY_CODE = {
     "HRT-3310": Kind(400, "invalid_request_error", "snapshot_refused"),
     "HRT-3311": Kind(400, "invalid_request_error", "snapshot_refused"),
+    "HRT-3407": Kind(400, "invalid_request_error", "not_adjustable"),
+    "HRT-3408": Kind(400, "invalid_request_error", "not_adjustable"),
     "HRT-4006": Kind(400, "invalid_request_error", "invalid_json"),
     "HRT-4007": Kind(404, "invalid_request_error", "model_not_found"),
     "HRT-4004": Kind(400, "invalid_request_error", "context_length_exceeded"),

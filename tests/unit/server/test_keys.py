@@ -97,3 +97,11 @@ def test_admin_routes_exist_only_with_an_admin_key_and_only_for_it(serve, locked
         refused = server.post("/admin/kv/load", path, headers={"x-api-key": "root"})
         assert refused.json()["error"]["param"] == "name"
         assert server.post(CHAT, HI, headers={"x-api-key": "root"}).status_code == 401
+
+
+def test_settings_of_the_backend_are_the_operators(serve):
+    with serve("x", admin_key="root", api_key=("user",)) as server:
+        for key, status in (("user", 403), ("root", 400)):
+            response = server.get("/admin/backend", headers={"x-api-key": key})
+            assert response.status_code == status, key
+        assert "no settings to change" in response.json()["error"]["message"]
