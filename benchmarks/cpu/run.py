@@ -1,135 +1,121 @@
-"""cpu_ggml beside llama.cpp on one file and as many threads, loads interleaved, ratios printed.
+"""cpu_ggml beside llama.cpp on one file and as many threads, loads interleaved over HTTP.
 
-    python benchmarks/cpu/run.py                    # SmolLM2, all figures, about 8 minutes
-    python benchmarks/cpu/run.py --quick            # the short loads only
-    python benchmarks/cpu/run.py --kernels avx2     # our AVX2 kernels on an AVX-512 machine
+    python benchmarks/cpu/run.py --all                       # every part, most important first
+    python benchmarks/cpu/run.py --model smollm2-q8_0 --parts decode,prefill
+    python benchmarks/cpu/run.py --backend-option kernels=avx2 --out /tmp/avx2.json
 
-The peer is the prebuilt `xllamacpp`, an AVX2 build. Results go to benchmarks/cpu/results/.
+`--all` skips what the result files already hold (remove them to start afresh), starts nothing after
+`--minutes`, and gives each part at most 170 s, so it may be stopped and started at will.
+The peer is the prebuilt `xllamacpp`. Results: benchmarks/cpu/results/; the table in the plugin's
+README is written from them by `python benchmarks/cpu/render.py`.
 """
 
 import argparse
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-from serving import halogen, llama, load, machine
-
-from halogen_core.cli.pull import pull_model
+import models
+from parts import PARTS, measure, summary
+from serving import machine
 
 RESULTS = Path(__file__).parent / "results"
-VOCABULARY = (1000, 40000)
-QUICK = ("decode", "prefill_512", "streams_8")
+PART_S = 170
+QUICK = ("decode", "prefill", "streams_8")
+Q4_1, Q4_K_M, Q8_0, F16, GEMMA = (
+    "smollm2-q4_1", "smollm2-q4_k_m", "smollm2-q8_0", "smollm2-f16", "gemma3-270m",
+)  # fmt: skip
+PLAN = [
+    *((Q4_1, part) for part in (*QUICK, "depth", "start")),
+    *((model, part) for model in (Q4_K_M, Q8_0, GEMMA, F16) for part in QUICK),
+    (Q4_1, "streams_32"), (Q4_1, "shared_3k"), (Q4_K_M, "depth"),
+    *((model, "start") for model in (Q4_K_M, Q8_0, GEMMA, F16)),
+    (GEMMA, "depth"), (Q8_0, "depth"), (Q4_K_M, "streams_32"), (Q4_K_M, "shared_3k"),
+    (F16, "depth"), (GEMMA, "streams_32"), (GEMMA, "shared_3k"), (Q8_0, "streams_32"),
+    (Q8_0, "shared_3k"), (F16, "streams_32"), (F16, "shared_3k"),
+]  # fmt: skip
 
 
-def loads(rng):
-    """Name -> prompts (token ids, never seen before), tokens to generate, requests at a time."""
-
-    def prompts(count, length):
-        return rng.integers(*VOCABULARY, (count, length)).tolist()
-
-    shared = prompts(1, 3072)[0]
-    return {
-        "decode": (prompts(1, 16), 96, None),
-        "prefill_512": (prompts(1, 512), 1, None),
-        "streams_8": (prompts(8, 128), 64, None),
-        "depth_4096": (prompts(1, 4096), 32, None),
-        "streams_32": (prompts(32, 512), 32, None),
-        "shared_3k": ([shared + p for p in prompts(20, 16)], 16, 4),
-    }
+def result_file(options):
+    if options.out:
+        return Path(options.out)
+    return RESULTS / f"{Path(options.model).stem}-{options.threads}threads.json"
 
 
-HEADLINE = {
-    "decode": "decode_tok_s",
-    "prefill_512": "prefill_tok_s",
-    "streams_8": "total_tok_s",
-    "depth_4096": "decode_tok_s",
-    "streams_32": "total_tok_s",
-    "shared_3k": "total_tok_s",
-}
-ROUNDS = {"decode": 5, "prefill_512": 5, "streams_8": 3, "depth_4096": 2}
+def read(path):
+    return json.loads(path.read_text()) if path.exists() else {"parts": {}}
 
 
-def warm(servers):
-    """Graphs are built and pages touched before anything counts."""
-    for s in servers:
-        load(s, np.random.default_rng(7).integers(*VOCABULARY, (8, 32)).tolist(), 8)
+def one(options, name, began):
+    """Measure a part and put it into the result file at once."""
+    left = options.seconds - (time.time() - began)
+    samples, busy = measure(name, str(models.path_of(options.model)), options, left)
+    target = result_file(options)
+    result = read(target)
+    result |= {
+        "model": options.model, "origin": models.origin(options.model), "machine": machine(),
+        "threads": options.threads, "peer": f"xllamacpp {version('xllamacpp')}",
+    }  # fmt: skip
+    result["parts"][name] = {
+        "command": "python benchmarks/cpu/run.py " + " ".join(sys.argv[1:]),
+        "taken": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "load_1m": os.getloadavg()[0], "others_cores": busy,
+        "backend_options": list(options.backend_option), "peer_flash": options.flash,
+        "summary": summary(options.model, name, samples), "samples": samples,
+    }  # fmt: skip
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    for figure, row in result["parts"][name]["summary"].items():
+        print(options.model, name, figure, json.dumps(row), "others", busy, flush=True)
 
 
-def measure(servers, name, deadline):
-    """One load on each server in turn, round by round, as long as there is time."""
-    samples = {s.name: [] for s in servers}
-    for round_number in range(ROUNDS.get(name, 1)):
-        if round_number and time.time() > deadline:
-            break
-        rng = np.random.default_rng([round_number, len(name)])
-        job = loads(rng)[name]
-        for s in servers if round_number % 2 == 0 else servers[::-1]:
-            samples[s.name].append(load(s, *job))
-    return samples
-
-
-def row(name, by_server):
-    """Medians and best rounds of the headline figure, our ratio to the peer, latencies."""
-    field = HEADLINE[name]
-
-    def over(key, pick):
-        return {n: float(pick([r[key] for r in rs])) for n, rs in by_server.items()}
-
-    median, best = over(field, np.median), over(field, max)
-    out = {
-        "figure": field,
-        "median": median,
-        "ratio": median["halogen"] / median["llama.cpp"],
-        "best": best,
-        "ratio_of_best_rounds": best["halogen"] / best["llama.cpp"],
-        "ttft_p50_s": over("ttft_p50_s", np.median),
-        "itl_p99_ms": over("itl_p99_ms", np.median),
-    }
-    print(name, json.dumps(out), flush=True)
-    return out
+def everything(options):
+    """The plan, a process per part."""
+    began = time.time()
+    for model, part in PLAN:
+        if time.time() - began > options.minutes * 60:
+            print(f"no time left for {model} {part}", flush=True)
+            continue
+        options.model = model
+        if part in read(result_file(options))["parts"]:
+            continue
+        command = [sys.executable, __file__, "--model", model, "--parts", part]
+        command += ["--threads", str(options.threads)]
+        child = subprocess.Popen(command, start_new_session=True)
+        try:
+            child.wait(PART_S)
+        except subprocess.TimeoutExpired:
+            print(f"{model} {part}: stopped after {PART_S} s", flush=True)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGTERM)
+                child.wait(20)
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2-135m")
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="the whole plan")
+    parser.add_argument("--minutes", type=float, default=24.0, help="of --all")
+    parser.add_argument("--model", default=Q4_1, help=f"{', '.join(models.NAMES)}, or a file")
+    parser.add_argument("--parts", default=",".join(QUICK), help=", ".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=150.0, help="no round starts after this")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--flash", default="auto", help="of the peer")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--minutes", type=float, default=7.0, help="start no load after this")
+    parser.add_argument("--backend-option", action="append", default=[], help="of ours")
+    parser.add_argument("--flash", default="auto", help="of the peer: auto, on, off")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
-    path = options.model
-    if not Path(path).exists():
-        path = str(pull_model(path, Path.home() / ".cache/halogen/test-models"))
-    result = {
-        "machine": machine(), "model": Path(path).name, "threads": options.threads,
-        "kernels": options.kernels, "peer_flash": options.flash, "summary": {}, "samples": {},
-    }  # fmt: skip
-    target = Path(options.out or RESULTS / f"{Path(path).stem}-{options.kernels}.json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    servers, began = [], time.time()
-    try:
-        servers.append(halogen(path, options.threads, kernels=options.kernels))
-        servers.append(llama(path, options.threads, slots=32, context=40960, flash=options.flash))
-        warm(servers)
-        for name in QUICK if options.quick else HEADLINE:
-            if time.time() - began > options.minutes * 60:
-                print(f"no time left for {name}", flush=True)
-                continue
-            result["samples"][name] = measure(servers, name, began + options.minutes * 60)
-            result["summary"][name] = row(name, result["samples"][name])
-            result["summary"]["cold_start_s"] = {s.name: s.cold_start_s for s in servers}
-            result["summary"]["resident_mib"] = {s.name: s.resident_mib() for s in servers}
-            target.parent.mkdir(exist_ok=True)
-            target.write_text(json.dumps(result, indent=1) + "\n")
-        print(json.dumps({k: result["summary"][k] for k in ("cold_start_s", "resident_mib")}))
-    finally:
-        for s in servers:
-            s.stop()
+    if options.all:
+        everything(options)
+        return
+    began = time.time()
+    for name in options.parts.split(","):
+        one(options, name, began)
 
 
 if __name__ == "__main__":

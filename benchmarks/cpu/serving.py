@@ -25,9 +25,13 @@ class Server:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        self.address = address or self.process.stdout.readline().strip()
-        self.wait(began)
-        self.first_token(began)
+        try:
+            self.address = address or self.process.stdout.readline().strip()
+            self.wait(began)
+            self.first_token(began)
+        except BaseException:
+            self.stop()
+            raise
 
     def wait(self, began):
         while time.perf_counter() - began < 120:
@@ -50,11 +54,16 @@ class Server:
         httpx.post(self.address + "/v1/completions", json=body, timeout=60).raise_for_status()
         self.cold_start_s = time.perf_counter() - began
 
+    def tree(self):
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
     def resident_mib(self):
         """Proportional set size of the process tree."""
-        tree = [psutil.Process(self.process.pid)]
-        tree += tree[0].children(recursive=True)
-        return sum(p.memory_full_info().pss for p in tree) / 2**20
+        return sum(p.memory_full_info().pss for p in self.tree()) / 2**20
+
+    def cpu_seconds(self):
+        return sum(t.user + t.system for t in (p.cpu_times() for p in self.tree()))
 
     def stop(self):
         self.process.terminate()
@@ -70,11 +79,12 @@ def free_port():
         return s.getsockname()[1]
 
 
-def halogen(model, threads, *, kernels="auto", name="halogen"):
+def halogen(model, threads, *, options=("kernels=auto",), name="halogen"):
     port = free_port()
     command = [sys.executable, "-m", "halogen_core.cli", "serve", "--backend", "cpu_ggml"]
     command += ["--model", model, "--threads", str(threads), "--port", str(port)]
-    command += ["--backend-option", f"kernels={kernels}"]
+    for option in options:
+        command += ["--backend-option", option]
     return Server(name, command, f"http://127.0.0.1:{port}")
 
 
@@ -136,4 +146,10 @@ def machine():
     model = next(ln.split(":")[1].strip() for ln in text.splitlines() if "model name" in ln)
     flags = next(ln for ln in text.splitlines() if ln.startswith("flags"))
     isa = [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16") if f in flags]
-    return {"cpu": model, "cpus": os.cpu_count(), "isa": isa, "load_1m": os.getloadavg()[0]}
+    return {"cpu": model, "cpus": os.cpu_count(), "isa": isa}
+
+
+def busy_seconds():
+    """CPU time that this machine has spent, anybody's."""
+    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

@@ -16,6 +16,7 @@ typedef struct {
     int64_t head, rows, heads; // KV head, rows, query heads per token here
     int64_t first_head;        // query head of row 0
     int64_t token, position, tokens; // of the first query: its row in the step, its place
+    int64_t next_head, next_base;    // whose keys will be read after this chunk's
 } tile;
 
 typedef struct { float most[MAX_R], sum[MAX_R]; float *out; } part; // out [rows][dp]
@@ -30,11 +31,11 @@ INLINE vf kv_at(const int64_t type, const uint8_t *p, int64_t i) {
     }
 }
 
-static const uint8_t *k_tile_at(const tile *t, int64_t key) {
+static const uint8_t *k_tile_at(const tile *t, int64_t head, int64_t key) {
     const hx_pool *pool = &t->p->pool;
     int64_t block = t->table[key / pool->block];
     return pool->k
-        + ((block * pool->hkv + t->head) * (pool->block / TILE) + key % pool->block / TILE)
+        + ((block * pool->hkv + head) * (pool->block / TILE) + key % pool->block / TILE)
         * pool->k_tile;
 }
 
@@ -87,8 +88,8 @@ INLINE void scores(const int64_t type, const int R, const uint8_t *k, const ahea
 
 // ---------------------------------------------------------------- weighted sum of V
 
-// WIDE vectors of V at a time, so that R * WIDE sums stay in registers. Meanwhile the next chunk's
-// K comes into the second cache: memory never waits for arithmetic.
+// WIDE vectors of V at a time, so that R * WIDE sums stay in registers. Meanwhile the K that is read
+// next comes into the second cache: memory never waits for arithmetic.
 INLINE void weigh(const int64_t type, const int R, const int WIDE, const tile *t, int64_t base,
                   int64_t first, int64_t last, const float *s, int64_t dp, float *out) {
     const int64_t row = t->p->pool.v_row;
@@ -97,8 +98,8 @@ INLINE void weigh(const int64_t type, const int R, const int WIDE, const tile *t
         EACH_ROW UNROLL(4) for (int w = 0; w < WIDE; w++) acc[r][w] = (vf){0};
         for (int64_t key = first; key < last;) {
             const uint8_t *v = v_row_at(t, base + key), *next = v;
-            if (i == 0 && base + CHUNK + key < t->position + t->tokens)
-                next = k_tile_at(t, base + CHUNK + key) + (base + key) % TILE * row;
+            if (i == 0 && t->next_base + key < t->position + t->tokens)
+                next = k_tile_at(t, t->next_head, t->next_base + key) + (base + key) % TILE * row;
             int64_t stop = key + t->p->pool.block - (base + key) % t->p->pool.block;
             for (stop = stop < last ? stop : last; key < stop; key++, v += row, next += row) {
                 for (int64_t line = 0; i == 0 && line < row; line += 64)
@@ -206,8 +207,8 @@ static void chunk(const tile *t, const float *q, int64_t index, float *s, part *
     last = last - base < CHUNK ? last - base : CHUNK;
     for (int64_t key = first; key < last; key += TILE) {
         int64_t later = key + 3 * TILE < last ? key + 3 * TILE : key;
-        ahead next = {k_tile_at(t, base + later), v_row_at(t, base + key)};
-        SCORES[pool->type][t->rows - 1](k_tile_at(t, base + key), &next, pool->dp, q, s + key);
+        ahead next = {k_tile_at(t, t->head, base + later), v_row_at(t, base + key)};
+        SCORES[pool->type][t->rows - 1](k_tile_at(t, t->head, base + key), &next, pool->dp, q, s + key);
     }
     for (int64_t r = 0; r < t->rows; r++) soften(t, base, first, last, r, s + r * CHUNK, out);
     WEIGHS[pool->type][t->rows - 1](t, base, first, last, s, pool->dp, out->out);
@@ -303,13 +304,14 @@ static tile make_tile(const hx_attend *p, int64_t s, const cut *c, int64_t index
 
 typedef struct { float *q, *s, *total, *piece; } room;
 
-static void whole_tile(const tile *t, room *w) {
+static void whole_tile(tile *t, room *w) {
     int64_t dp = t->p->pool.dp, first, last;
     part total = {.out = w->total}, piece = {.out = w->piece};
     key_range(t, &first, &last);
     gather_q(t, w->q);
     clear(&total, t->rows, dp);
     for (int64_t c = first / CHUNK; c * CHUNK < last; c++) {
+        t->next_head = t->head, t->next_base = (c + 1) * CHUNK;
         chunk(t, w->q, c, w->s, &piece);
         merge(&total, &piece, t->rows, dp);
     }
@@ -318,10 +320,12 @@ static void whole_tile(const tile *t, room *w) {
 
 // Partial results of split sequences: per chunk most, sum and out of 12 rows; the thread that
 // finishes a tile's last chunk merges them all, in order.
-static void split_chunk(const tile *t, int64_t index, const cut *c, _Atomic int64_t *done,
+static void split_chunk(tile *t, int64_t index, const cut *c, _Atomic int64_t *done,
                         float *slot, room *w) {
     int64_t dp = t->p->pool.dp, size = MAX_R * (dp + 2);
     part piece = {.out = slot + index * size + 2 * MAX_R};
+    int64_t base = (c->first_chunk + index) * CHUNK, wraps = t->head + 1 == t->p->pool.hkv;
+    t->next_head = wraps ? 0 : t->head + 1, t->next_base = wraps ? base + CHUNK : base;
     gather_q(t, w->q);
     chunk(t, w->q, c->first_chunk + index, w->s, &piece);
     memcpy(slot + index * size, piece.most, sizeof piece.most);
@@ -339,9 +343,10 @@ static void split_chunk(const tile *t, int64_t index, const cut *c, _Atomic int6
     finish(t, &total);
 }
 
+// Split: a chunk of keys for all heads, then the next, so that memory is read in order.
 static int64_t worth_splitting(const hx_attend *p, int threads) {
     const hx_step *step = p->step;
-    return threads > 1 && step->sequences * p->pool.hkv < 8 * threads
+    return step->sequences * p->pool.hkv < 8 * threads
         && step->sequences * p->hq < COUNTERS;
 }
 
@@ -371,9 +376,9 @@ static void attend_run(void *params, int64_t first, int64_t last, int thread, in
         int64_t per = p->pool.hkv * c.groups, units = c.tiles * per * (c.chunks ? c.chunks : 1);
         int64_t stride = c.chunks * MAX_R * (dp + 2), end = last - base < units ? last - base : units;
         for (int64_t i = first > base ? first - base : 0; i < end; i++) {
-            tile t = make_tile(p, s, &c, c.chunks ? i / c.chunks : i);
+            tile t = make_tile(p, s, &c, c.chunks ? i % per : i);
             if (c.chunks)
-                split_chunk(&t, i % c.chunks, &c, done + i / c.chunks, partials + i / c.chunks * stride, &w);
+                split_chunk(&t, i / per, &c, done + i % per, partials + i % per * stride, &w);
             else whole_tile(&t, &w);
         }
         base += units;

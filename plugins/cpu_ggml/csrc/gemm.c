@@ -18,7 +18,8 @@ INLINE void quantise_block(const float *x, uint8_t *block, int64_t rows, int64_t
     int8_t *codes = (int8_t *)block + r * QK;
     for (int i = 0; i < QK; i += VL) {
         vi q = vi_round(vf_load(x + i) * vf_set(inverse));
-        for (int j = 0; j < VL; j++) codes[i + j] = (int8_t)q[j], half[(i + j) / 16] += q[j];
+        vi_bytes(codes + i, q);
+        half[i / 16] += vi_sum(q);
     }
     float *scale = (float *)(block + rows * QK) + r;
     int32_t sum = half[0] + half[1];

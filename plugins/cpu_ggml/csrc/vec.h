@@ -138,6 +138,34 @@ INLINE float vf_sum(vf v) {
     return s[0];
 }
 
+INLINE int32_t vi_sum(vi v) {
+#if defined(HX_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(HX_AVX2)
+    __m128i h = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v),
+                              _mm256_extracti128_si256((__m256i)v, 1));
+    h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+#else
+    int32_t s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+#endif
+}
+
+// the low bytes of VL integers
+INLINE void vi_bytes(int8_t *out, vi v) {
+#if defined(HX_AVX512)
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(HX_AVX2)
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v),
+                                    _mm256_extracti128_si256((__m256i)v, 1));
+    _mm_storel_epi64((__m128i *)out, _mm_packs_epi16(words, words));
+#else
+    for (int i = 0; i < VL; i++) out[i] = (int8_t)v[i];
+#endif
+}
+
 INLINE float vf_top(vf v) {
     float s[VL];
     vf_store(s, v);

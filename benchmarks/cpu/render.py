@@ -1,0 +1,80 @@
+"""Writes the table of ratios into the plugin's README from the result files."""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = HERE.parents[1] / "plugins/cpu_ggml/README.md"
+BEGIN, END = "<!-- figures: begin (benchmarks/cpu/render.py) -->", "<!-- figures: end -->"
+COLUMNS = ("smollm2-q4_1", "smollm2-q4_k_m", "smollm2-q8_0", "smollm2-f16", "gemma3-270m")
+ROWS = {
+    "decode.decode_tok_s": "decode, 1 stream",
+    "depth.decode_tok_s": "decode at depth 4,096",
+    "prefill.prefill_tok_s": "prefill 512",
+    "depth.prefill_tok_s": "prefill 4,096",
+    "streams_8.total_tok_s": "8 streams, total tok/s",
+    "streams_8.ttft_p50_s": "8 streams, TTFT p50",
+    "streams_8.itl_p99_ms": "8 streams, ITL p99",
+    "streams_32.total_tok_s": "32 streams (512 in, 128 out)",
+    "shared_3k.wall_s": "20 questions on one 3K prompt",
+    "start.cold_start_s": "cold start to first token",
+    "start.resident_mib": "resident memory",
+}
+
+
+def results(threads):
+    files = {c: HERE / "results" / f"{c}-{threads}threads.json" for c in COLUMNS}
+    return {c: json.loads(f.read_text()) for c, f in files.items() if f.exists()}
+
+
+def cell(result, key):
+    part, figure = key.split(".")
+    row = result["parts"].get(part, {}).get("summary", {}).get(figure)
+    if row is None:
+        return "–", None
+    own = row["median"]["halogen"]
+    value = f"{own:,.0f}" if own >= 100 else f"{own:.3g}"
+    missed = row["target"] is not None and row["ratio"] < row["target"]
+    return f"{'**' if missed else ''}{row['ratio']:.2f}{'**' if missed else ''} ({value})", row
+
+
+def table(found):
+    lines = ["| load (unit) | target | " + " | ".join(found) + " |"]
+    lines.append("|---|---|" + "---|" * len(found))
+    for key, title in ROWS.items():
+        cells = [cell(r, key) for r in found.values()]
+        targets = {row["target"] for _, row in cells if row}
+        if not targets:
+            continue
+        wanted = " / ".join(f"{t:.2f}" for t in sorted(t for t in targets if t is not None)) or "–"
+        unit = key.rsplit("_", 1)[-1] if not key.endswith("tok_s") else "tok/s"
+        lines.append(f"| {title} ({unit}) | {wanted} | {' | '.join(c for c, _ in cells)} |")
+    return lines
+
+
+def text(threads=2):
+    found = results(threads)
+    if not found:
+        return "No figures have been taken yet."
+    first = next(iter(found.values()))
+    parts = [p for r in found.values() for p in r["parts"].values()]
+    busiest = max((p["others_cores"] or 0.0 for p in parts), default=0.0)
+    head = (
+        f"Ratio to llama.cpp's server ({first['peer']}), more is better for us also where less is "
+        f"faster; in brackets our own figure. {threads} threads each, interleaved over HTTP, "
+        f"medians, {first['machine']['cpu']} with {first['machine']['cpus']} cores, "
+        f"{min(p['taken'] for p in parts)} to {max(p['taken'] for p in parts)} UTC; other "
+        f"processes took at most {busiest:.2f} cores. The peer at depth is the better of flash "
+        "attention on and off. **Bold** misses its target."
+    )
+    return "\n".join([head, "", *table(found)])
+
+
+def main():
+    before, rest = README.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n{text()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
