@@ -9,7 +9,7 @@ import click
 
 from halogen_ascend.bandwidth_command import bandwidth_command
 from halogen_ascend.drawing import chrome_trace, svg
-from halogen_ascend.explain import Explained, explain_step, shape_called, shapes
+from halogen_ascend.explain import Explained, StepSize, explain_step, shape_called, shapes
 from halogen_ascend.explain_batching import explain_batching_command
 from halogen_ascend.options import SimOptions, sim_options
 from halogen_core.spi import BackendOptions, ConfigError
@@ -22,14 +22,22 @@ def add_commands(group: click.Group) -> None:
     group.add_command(bandwidth_command)
 
 
+_POSITIVE = click.IntRange(min=1)
+
+
 @click.command("explain-step")
 @click.option("--backend", default="ascend", show_default=True, help="Only `ascend` answers here.")
 @click.option("--device", default="ascend:sim:910B2", show_default=True)
 @click.option("--shape", default="qwen3-14b", show_default=True, help=", ".join(shapes()))
 @click.option("--sequences", default=1, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--context", default=8192, show_default=True, type=click.IntRange(1, 1 << 20))
-@click.option("--queries", default=1, show_default=True, help="New tokens per sequence.")
-@click.option("--layers", default=1, show_default=True, help="Layers to draw.")
+@click.option(
+    "--queries", default=1, show_default=True, type=_POSITIVE, help="New tokens per sequence."
+)
+@click.option("--layers", default=1, show_default=True, type=_POSITIVE, help="Layers to draw.")
+@click.option(
+    "--ranks", default=1, show_default=True, type=_POSITIVE, help="Parts that share each layer."
+)
 @click.option("--backend-option", "extra", multiple=True, metavar="KEY=VALUE")
 @click.option("--svg", "svg_path", type=click.Path(path_type=Path), help="Write a drawing.")
 @click.option("--trace", "trace_path", type=click.Path(path_type=Path), help="Write a trace.")
@@ -40,32 +48,44 @@ def explain_step_command(
     svg_path: Path | None,
     trace_path: Path | None,
     extra: tuple[str, ...],
-    **size: int,
+    **sizes: int,
 ) -> None:
     """Show what one step does on every core of a simulated part, and where cores idle."""
     if backend != "ascend":
         raise ConfigError(
             f"backend `{backend}` cannot explain a step", code="HRT-7109", fix="--backend ascend"
         )
-    if size["queries"] > size["context"] or size["queries"] < 1 or size["layers"] < 1:
+    size = StepSize(**sizes)
+    if not 1 <= size.queries <= size.context:
         raise ConfigError(
-            f"{size['queries']} new tokens and {size['layers']} layers at context "
-            f"{size['context']}; queries are 1 to context, layers 1 or more",
+            f"{size.queries} new tokens do not fit a context of {size.context}",
             code="HRT-7109",
-            fix="check --queries and --layers",
+            fix="check --queries and --context",
         )
     pairs = (item.partition("=") for item in extra)
     options = sim_options(
         BackendOptions(device=device, extra={key: value for key, _, value in pairs})
     )
-    told = explain_step(options, shape_called(shape), **size)
+    told = explain_step(options, shape_called(shape), size)
     _print(told, options)
     _compare(told, options, shape, size)
-    title = f"{shape} on {options.part.name}: {size['sequences']} x {size['context']} tokens"
+    title = f"{shape} on {options.part.name}: {size.sequences} x {size.context} tokens"
+    title += f", one of {size.ranks} ranks" if size.ranks > 1 else ""
     if svg_path:
-        svg_path.write_text(svg(told.spans, options.part, title), encoding="utf-8")
+        _write(svg_path, svg(told.spans, options.part, title))
     if trace_path:
-        trace_path.write_text(chrome_trace(told.spans, options.part), encoding="utf-8")
+        _write(trace_path, chrome_trace(told.spans, options.part))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(
+            f"`{path}` cannot be written: {exc.strerror}",
+            code="HRT-7109",
+            fix="name a file in a folder that exists and is yours",
+        ) from exc
 
 
 def _print(told: Explained, options: SimOptions) -> None:
@@ -86,11 +106,11 @@ def _print(told: Explained, options: SimOptions) -> None:
     )
 
 
-def _compare(told: Explained, options: SimOptions, shape: str, size: dict[str, int]) -> None:
+def _compare(told: Explained, options: SimOptions, shape: str, size: StepSize) -> None:
     """The same step with one task per KV head, when the plan splits over KV blocks."""
     if not options.kv_split:
         return
-    whole = explain_step(attrs.evolve(options, kv_split=0), shape_called(shape), **size)
+    whole = explain_step(attrs.evolve(options, kv_split=0), shape_called(shape), size)
     a, b = whole.of("attention").schedule, told.of("attention").schedule
     click.echo(
         f"attention per head: {cube_busy(whole, options):.0%} of cube time busy, "

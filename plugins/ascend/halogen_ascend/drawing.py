@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -10,7 +11,10 @@ from halogen_ascend.sim.profiles import Profile
 from halogen_ascend.sim.timeline import OpSpan
 
 _ROW, _LEFT, _WIDTH, _TOP = 9, 74, 1100, 46
-_COLOURS = ("#4472c4", "#d9782d", "#5a9e4b", "#b5485d", "#7a5fb0", "#3a9aa8", "#a38431", "#7f7f7f")
+_COLOURS = (
+    *("#4472c4", "#d9782d", "#5a9e4b", "#b5485d", "#7a5fb0", "#3a9aa8", "#a38431", "#7f7f7f"),
+    *("#e0a3c8", "#1d3557", "#b7c94b", "#8c564b"),
+)
 
 
 def chrome_trace(spans: Sequence[OpSpan], part: Profile) -> str:
@@ -37,7 +41,7 @@ def chrome_trace(spans: Sequence[OpSpan], part: Profile) -> str:
 
 
 def svg(spans: Sequence[OpSpan], part: Profile, title: str) -> str:
-    """A row per core, a box per task, a colour per op; white is idle."""
+    """A row per core, a box per task, a colour per op; grey is idle."""
     start, end = spans[0].start, max(s.end for s in spans)
     scale = _WIDTH / (end - start)
     rows = part.cube_cores + part.vector_cores
@@ -47,8 +51,7 @@ def svg(spans: Sequence[OpSpan], part: Profile, title: str) -> str:
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="8" y="18" font-size="14">{escape(title)}</text>',
-        f'<text x="8" y="{_TOP + 10}">cube</text>',
-        f'<text x="8" y="{_TOP + part.cube_cores * _ROW + 10}">vector</text>',
+        *_units(part),
     ]
     names = list(dict.fromkeys(s.op for s in spans))
     for span in spans:
@@ -62,8 +65,35 @@ def svg(spans: Sequence[OpSpan], part: Profile, title: str) -> str:
                 f'height="{_ROW - 1}" fill="{colour}"><title>{escape(span.label(placed))}: '
                 f"{(placed.end - placed.start) * 1e6:.2f} us</title></rect>"
             )
+    out += _axis(end - start, _TOP - 6)
     out += _legend(spans, names, _TOP + rows * _ROW + 20, end - start)
     return "\n".join([*out, "</svg>"])
+
+
+def _units(part: Profile) -> list[str]:
+    """A grey band per kind of core, named."""
+    out, y = [], _TOP
+    for unit, cores in (("cube", part.cube_cores), ("vector", part.vector_cores)):
+        out.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{cores * _ROW - 1}" '
+            'fill="#ececec"/>'
+        )
+        out.append(f'<text x="8" y="{y + 10}">{cores} {unit}</text>')
+        y += cores * _ROW
+    return out
+
+
+def _axis(total: float, y: int) -> list[str]:
+    """Marks at a round number of microseconds, about ten of them."""
+    raw = total * 1e6 / 10
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= raw)
+    marks = [step * i for i in range(int(total * 1e6 / step) + 1)]
+    return [
+        f'<text x="{_LEFT + at / (total * 1e6) * _WIDTH:.1f}" y="{y}" font-size="9">'
+        f"| {at:g} us</text>"
+        for at in marks
+    ]
 
 
 def _legend(spans: Sequence[OpSpan], names: list[str], y: int, total: float) -> list[str]:
@@ -75,5 +105,5 @@ def _legend(spans: Sequence[OpSpan], names: list[str], y: int, total: float) -> 
         out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
         out.append(f'<text x="{x + 14}" y="{y + 9}">{escape(text)}</text>')
         x += 24 + 7 * len(text)
-    out.append(f'<text x="8" y="{y + 30}">{total * 1e6:.1f} us simulated; white is idle</text>')
+    out.append(f'<text x="8" y="{y + 30}">{total * 1e6:.1f} us simulated; grey is idle</text>')
     return out

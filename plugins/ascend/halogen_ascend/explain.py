@@ -16,6 +16,7 @@ import numpy as np
 from halogen_ascend.options import SimOptions
 from halogen_ascend.sim.backend import SimBackend
 from halogen_ascend.sim.buffer import DeviceBuffer
+from halogen_ascend.sim.collectives import ring_seconds
 from halogen_ascend.sim.nz import nz_shape
 from halogen_ascend.sim.timeline import OpSpan
 from halogen_ascend.sim.weights import Vector, Weight
@@ -46,6 +47,21 @@ class Shape:
     head_dim: int
     ffn: int
     vocab: int
+
+    def share(self, ranks: int) -> Shape:
+        """What one of `ranks` parts holds; raises `ConfigError` where it cannot be divided evenly.
+
+        The embedding and the head stay whole on every rank.
+        """
+        divided = {name: getattr(self, name) for name in ("heads", "kv_heads", "ffn")}
+        odd = [f"{name} {value}" for name, value in divided.items() if value % ranks]
+        if odd:
+            raise ConfigError(
+                f"{', '.join(odd)} do not divide over {ranks} ranks",
+                code="HRT-7109",
+                fix="choose --ranks that divides the KV heads",
+            )
+        return attrs.evolve(self, **{name: value // ranks for name, value in divided.items()})
 
 
 @cache
@@ -80,14 +96,26 @@ class Explained:
         return next(span for span in self.spans if span.op == op)
 
 
-def explain_step(
-    options: SimOptions, shape: Shape, *, sequences: int, context: int, queries: int, layers: int
-) -> Explained:
-    """Plan one step of `sequences`, each with `queries` new tokens and `context` in all."""
+@attrs.frozen(kw_only=True)
+class StepSize:
+    """`sequences`, each with `queries` new tokens and `context` in all; `layers` are drawn."""
+
+    sequences: int = 1
+    context: int = 8192
+    queries: int = 1
+    layers: int = 1
+    ranks: int = 1
+    """Parts that share every layer (tensor parallel); one of them is shown."""
+
+
+def explain_step(options: SimOptions, shape: Shape, size: StepSize) -> Explained:
+    """Plan one step."""
     backend = SimBackend.open(options)
-    device = backend.device
+    device, layers = backend.device, size.layers
     device.dry = True
-    step = _Step(backend, shape, sequences, context, queries)
+    step = _Step(backend, shape.share(size.ranks), size)
+    # made once per process, not per step
+    backend.ops.rope.table(step.rope, size.context)
     device.timeline.watching = True
     started = device.now
     x = step.embed()
@@ -103,19 +131,18 @@ def explain_step(
 class _Step:
     """One decoder step over weights that have sizes and no values."""
 
-    def __init__(
-        self, backend: SimBackend, shape: Shape, sequences: int, context: int, queries: int
-    ) -> None:
-        self.backend, self.ops, self.shape = backend, backend.ops, shape
+    def __init__(self, backend: SimBackend, shape: Shape, size: StepSize) -> None:
+        self.backend, self.ops, self.ranks = backend, backend.ops, size.ranks
         c = shape
+        self.rope = RopeSpec(dim=c.head_dim, inv_freq=(1.0,) * (c.head_dim // 2))
         self.spec = AttentionSpec(
             num_heads=c.heads,
             num_kv_heads=c.kv_heads,
             head_dim=c.head_dim,
             scale=c.head_dim**-0.5,
-            rope=RopeSpec(dim=c.head_dim, inv_freq=(1.0,) * (c.head_dim // 2)),
+            rope=self.rope,
         )
-        batch = _batch(sequences, context, queries)
+        batch = _batch(size.sequences, size.context, size.queries)
         layout = backend.kv_layout(
             KVSpec(num_layers=1, num_kv_heads=c.kv_heads, head_dim=c.head_dim, block_size=BLOCK)
         )
@@ -136,14 +163,20 @@ class _Step:
         ops, meta = self.ops, self.meta
         qkv = ops.linear(ops.rms_norm(x, self.norm, eps=1e-6), self.qkv)
         q = ops.qkv_rope_store(qkv, self.kv, 0, meta, self.spec)
-        y = ops.linear(ops.attention(q, self.kv, 0, meta, self.spec), self.out)
+        y = self._sum(ops.linear(ops.attention(q, self.kv, 0, meta, self.spec), self.out))
         y, x = ops.add_rms_norm(y, x, self.norm, eps=1e-6)
-        return ops.add(x, ops.mlp(y, self.gate_up, self.down, Activation.SILU))
+        return ops.add(x, self._sum(ops.mlp(y, self.gate_up, self.down, Activation.SILU)))
 
     def head(self, x: DeviceBuffer) -> None:
         ops = self.ops
         rows = ops.rms_norm(ops.select_rows(x, self.meta), self.norm, eps=1e-6)
         ops.sample(ops.logits(rows, self.table), self.meta)
+
+    def _sum(self, partial: DeviceBuffer) -> DeviceBuffer:
+        """All ranks' partial results together."""
+        if self.ranks > 1:
+            self.backend.device.wait("all_reduce", ring_seconds(partial.nbytes, self.ranks))
+        return partial
 
     def _matrix(
         self, n: int, k: int, role: WeightRole = WeightRole.LINEAR

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from halogen_ascend.device_string import parse_device
+from halogen_ascend.device_string import DEFAULT_PROFILE, parse_device
 from halogen_ascend.sim.faults import Fault, parse_faults
 from halogen_ascend.sim.memory import POOLS
 from halogen_ascend.sim.profiles import Profile, profile, restrict
@@ -37,18 +38,26 @@ class SimOptions:
 
 def sim_options(options: BackendOptions) -> SimOptions:
     """Parse and validate. Raises `ConfigError` naming the key, the value and what is allowed."""
-    part = profile(parse_device(options.device).profile)
+    choice = parse_device(options.device)
+    if choice.runtime != "sim":
+        raise ConfigError(
+            f"device `{options.device or 'ascend'}` is a real one; only a simulated part can be "
+            "planned without it",
+            code="HRT-7101",
+            fix=f"write --device ascend:sim:{DEFAULT_PROFILE}",
+        )
+    part = profile(choice.profile)
     values: dict[str, Any] = {}
     pools: dict[str, int] = {}
     cores: dict[str, int] = {}
     for key, text in options.extra.items():
         if key in _CORES:
-            cores[_CORES[key]] = _read(key, text, lambda t: int(t, 0))
+            cores[_CORES[key]] = _read(key, text, lambda t: int(t, 0), "a whole number")
         elif key.removesuffix("_pool_gb") in POOLS and key.endswith("_pool_gb"):
-            size = _read(key, text, float)
+            size = _read(key, text, _amount, "GiB, more than 0")
             pools[key.removesuffix("_pool_gb")] = int(size * 2**30)
         elif key in _READERS:
-            values[_NAMES.get(key, key)] = _read(key, text, _READERS[key])
+            values[_NAMES.get(key, key)] = _read(key, text, *_READERS[key])
         else:
             raise _unknown(key)
     part = restrict(part, core_num=cores.get("core_num"), mask=cores.get("mask"))
@@ -68,15 +77,13 @@ def _check(made: SimOptions) -> None:
         raise _wrong("kv_split", made.kv_split, "0 or more KV blocks per task")
     if made.rope_align < 4 or made.rope_align & (made.rope_align - 1):
         raise _wrong("rope_align", made.rope_align, "a power of two of at least 4 bytes")
-    if made.launch_s < 0:
-        raise _wrong("launch_us", made.launch_s * 1e6, "0 or more microseconds")
 
 
-def _read(key: str, text: str, reader: Callable[[str], Any]) -> Any:
+def _read(key: str, text: str, reader: Callable[[str], Any], allowed: str) -> Any:
     try:
         return reader(text)
     except ValueError as exc:
-        raise _wrong(key, text, "a value of its kind") from exc
+        raise _wrong(key, text, allowed) from exc
 
 
 def _wrong(key: str, value: object, allowed: str) -> ConfigError:
@@ -100,6 +107,18 @@ def _unknown(key: str) -> ConfigError:
     )
 
 
+def _amount(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def _microseconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value * 1e-6
+
+
 def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "on", "off"):
         raise ValueError(text)
@@ -112,12 +131,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 _CORES = {"core_num": "core_num", "core_affinity_mask": "mask"}
 _NAMES = {"launch_us": "launch_s"}
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "dtype": str,
-    "kv_split": int,
-    "graph_buckets": _sizes,
-    "launch_us": lambda text: float(text) * 1e-6,
-    "rope_align": int,
-    "blocking": _flag,
-    "faults": parse_faults,
+_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "dtype": (str, ""),
+    "kv_split": (int, "a whole number of KV blocks per task"),
+    "graph_buckets": (_sizes, "ascending batch sizes with commas between"),
+    "launch_us": (_microseconds, "0 or more microseconds"),
+    "rope_align": (int, "a power of two in bytes"),
+    "blocking": (_flag, "true or false"),
+    "faults": (parse_faults, ""),
 }

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halogen_ascend.cli import cube_busy, explain_step_command
-from halogen_ascend.explain import explain_step, shape_called
+from halogen_ascend.explain import StepSize, explain_step, shape_called
 from halogen_ascend.options import sim_options
+from halogen_ascend.sim.collectives import ring_seconds
 from halogen_ascend.sim.cost import Conditions, place, roofline
 from halogen_ascend.sim.cube import gemm_costs
 from halogen_ascend.sim.profiles import profile, profiles
 from halogen_ascend.sim.tasks import MicroTask, Program, split
-from halogen_core.spi import BackendOptions
+from halogen_core.spi import BackendOptions, ConfigError
 
 # Qwen3-14B decode products on one A3 die, 16 rows bf16: name, K, N, blocks, measured microseconds
 PUBLIC = [
@@ -148,6 +149,57 @@ def test_the_timeline_is_drawn_and_traced(tmp_path):
         assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(mine))
 
 
+def test_a_step_takes_what_its_layers_take_however_many_are_drawn():
+    options, shape = options_of("910B2"), shape_called("qwen3-14b")
+    one, four = (explain_step(options, shape, StepSize(layers=n)) for n in (1, 4))
+    assert four.step_s == pytest.approx(one.step_s, rel=1e-6)
+    assert len(four.spans) > 3 * len(one.spans) / 2
+    # nothing but ops in the drawing: spans touch each other but for their launches
+    for a, b in pairwise(one.spans):
+        assert b.start - a.end == pytest.approx(options.launch_s)
+
+
+def test_ranks_share_a_layer_and_pay_for_sums():
+    options, shape = options_of("910B2"), shape_called("qwen3-14b")
+    one, two = (explain_step(options, shape, StepSize(ranks=n)) for n in (1, 2))
+    assert [s.op for s in two.spans].count("all_reduce") == 2
+    assert "all_reduce" not in {s.op for s in one.spans}
+    assert two.of("mlp").schedule.makespan < 0.6 * one.of("mlp").schedule.makespan
+    assert 0.5 * one.step_s < two.step_s < one.step_s
+    long = StepSize(queries=8192, ranks=2)
+    sums = explain_step(options, shape, long).of("all_reduce").schedule.makespan
+    assert sums == pytest.approx(ring_seconds(8192 * 5120 * 2, 2))
+    with pytest.raises(ConfigError, match=r"heads 40, kv_heads 8, ffn 17408 do not divide over 3"):
+        shape.share(3)
+
+
+def test_sums_between_ranks_are_told(tmp_path):
+    svg = tmp_path / "step.svg"
+    told = CliRunner().invoke(
+        explain_step_command, ["--ranks", "2", "--svg", str(svg)], catch_exceptions=False
+    )
+    assert [r.split()[0] for r in told.output.splitlines()].count("all_reduce") == 2
+    assert "one of 2 ranks" in svg.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "ascend:0"], "`ascend:0` is a real one"),
+        (["--device", "ascend"], "ascend:sim:910B2"),
+        (["--svg", "/nowhere/at/all.svg"], "`/nowhere/at/all.svg` cannot be written: No such file"),
+        (["--queries", "9", "--context", "8"], "9 new tokens do not fit a context of 8"),
+        (["--backend", "cuda"], "cannot explain a step"),
+        (["--shape", "gpt-9"], "known: qwen3-14b"),
+        (["--ranks", "5"], "kv_heads 8"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments, words):
+    done = CliRunner().invoke(explain_step_command, arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert words in f"{done.exception} {done.exception.fix}"
+
+
 def test_split_is_even_and_whole():
     assert split(100, 24, 16) == [
         (0, 16),
@@ -167,4 +219,4 @@ def options_of(name, **extra):
 
 
 def explain(options, shape, *, context):
-    return explain_step(options, shape, sequences=1, context=context, queries=1, layers=1)
+    return explain_step(options, shape, StepSize(context=context))

@@ -158,14 +158,23 @@ BAD = [
     (
         "ascend:sim:910B4",
         {"dynamic_pool_gb": "20", "static_pool_gb": "15"},
-        "exceed the 32749125632 usable",
+        "static 15.00 GiB = 35.00 GiB exceed the 30.50 GiB usable of `910B4`",
     ),
     ("ascend:sim", {"max_batch_size": "8"}, "explain batching"),
     ("ascend:sim", {"kv_cache_pool_gb": "4"}, "dynamic_pool_gb"),
     ("ascend:sim", {"dtype": "f8"}, "f16, bf16, f32"),
     ("ascend:sim", {"graph_buckets": "4,2"}, "not ascending"),
     ("ascend:sim", {"faults": "boom"}, "oom, device_lost"),
-    ("ascend:sim", {"kv_split": "many"}, "`many`"),
+    ("ascend:sim", {"kv_split": "many"}, "`many`; allowed: a whole number"),
+    ("ascend:sim", {"kv_split": "-1"}, "0 or more KV blocks"),
+    ("ascend:sim", {"core_num": "x"}, "`x`; allowed: a whole number"),
+    ("ascend:sim", {"core_affinity_mask": "0"}, "0x0 names cores"),
+    ("ascend:sim", {"static_pool_gb": "nan"}, "`nan`; allowed: GiB, more than 0"),
+    ("ascend:sim", {"dynamic_pool_gb": "-1"}, "`-1`; allowed: GiB"),
+    ("ascend:sim:910B1", {"dynamic_pool_gb": "70"}, "dynamic 70.00 GiB exceed the 61.00 GiB"),
+    ("ascend:sim", {"launch_us": "inf"}, "0 or more microseconds"),
+    ("ascend:sim", {"rope_align": "48"}, "power of two"),
+    ("ascend:sim", {"blocking": "maybe"}, "true or false"),
 ]
 
 

@@ -43,6 +43,8 @@ class RankGroup:
         Raises `CollectiveError` when they do not come, or when the transport is not there.
         """
         try:
+            if not dist.is_backend_available(transport):
+                raise ValueError("torch knows no such transport")
             dist.init_process_group(
                 transport, init_method=address, rank=rank, world_size=size, timeout=timeout
             )

@@ -7,14 +7,27 @@ the ledger, never a hang.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from halogen_ascend.errors import CollectiveError
 from halogen_ascend.sim.buffer import DeviceBuffer
+from halogen_ascend.sim.launcher import Packed
+from halogen_ascend.sim.ops import SimOps
 
 LINK_BYTES = 56e9
 """Assumed bytes per second between two parts."""
+LINK_S = 3e-6
+"""Assumed seconds of one message between them, however small."""
+
+
+def ring_seconds(nbytes: int, ranks: int) -> float:
+    """Time of a ring all-reduce: each rank passes 2 (n - 1) parts of 1 / n on (Patarasu & Yuan,
+    2009). With one rank nothing is sent.
+    """
+    return 2 * (ranks - 1) * (LINK_S + nbytes / ranks / LINK_BYTES)
 
 
 @attrs.frozen
@@ -78,11 +91,24 @@ class Group:
     def _all_reduce(self, offers: list[Offer]) -> None:
         """Sum in rank order in float32, so that every run rounds alike."""
         live = [o.buffer for o in offers if o.buffer is not None]
-        parts = [b.device.read(b, "all_reduce", "x").float() for b in live]
-        if not parts:
+        if not live:
             return
-        total = torch.stack(parts).sum(0)
+        total = torch.stack([b.device.read(b, "all_reduce", "x").float() for b in live]).sum(0)
+        # nobody is done before the last one came
+        done = max(b.device.now for b in live) + ring_seconds(live[0].nbytes, self.size)
         for buffer in live:
             buffer.device.write(buffer, "all_reduce").copy_(total)
-            moved = 2 * (self.size - 1) / self.size * buffer.nbytes
-            buffer.device.now += moved / LINK_BYTES
+            buffer.device.now = done
+
+
+def row_parallel_linear(
+    ranks: Sequence[SimOps], inputs: Sequence[DeviceBuffer], weights: Sequence[Packed], group: Group
+) -> list[DeviceBuffer]:
+    """Rank r's x [T, K share] by its columns of a weight [N, K], summed: [T, N] on every rank.
+
+    Megatron-LM's row-parallel layer (Shoeybi et al., 2019).
+    """
+    made = [ops.linear(x, weight) for ops, x, weight in zip(ranks, inputs, weights, strict=True)]
+    for rank, partial in enumerate(made):
+        group.offer(rank, "all_reduce", "row_parallel_linear", partial)
+    return made

@@ -50,7 +50,8 @@ class Schedule:
 
     @property
     def utilisation(self) -> float:
-        return self.busy / (self.makespan * self.cores) if self.makespan else 0.0
+        could = self.makespan * self.cores
+        return self.busy / could if could else 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -103,6 +104,13 @@ def place(program: Program, part: Profile, conditions: Conditions | None = None)
             )
         )
     return _summary(program, part, placed, crossed_bytes, counts)
+
+
+def pause(seconds: float) -> Schedule:
+    """A schedule in which no core does anything."""
+    return Schedule(
+        placed=(), makespan=seconds, busy=0.0, hbm_bytes=0, l2_bytes=0, crossed_bytes=0, cores=0
+    )
 
 
 def roofline(program: Program, part: Profile) -> float:

@@ -25,7 +25,7 @@ from halogen_ascend.errors import (
 from halogen_ascend.heat import Reading
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
 from halogen_ascend.sim.cells import NUMPY, TORCH, map_cells
-from halogen_ascend.sim.cost import Conditions, Schedule, place
+from halogen_ascend.sim.cost import Conditions, Schedule, pause, place
 from halogen_ascend.sim.faults import FaultPlan
 from halogen_ascend.sim.health import Health
 from halogen_ascend.sim.memory import Allocation, Hbm
@@ -226,6 +226,11 @@ class SimDevice:
         self.timeline.launches += 1
         for task in tasks:
             self._launch(task.op, task.build, host, None)
+
+    def wait(self, op: str, seconds: float) -> None:
+        """Time in which no core works, as in a transfer between parts; drawn as such."""
+        self.timeline.record(Program(op), pause(seconds), self.now, launched=False)
+        self.now += seconds
 
     @contextmanager
     def capture(self) -> Iterator[list[Recorded]]:

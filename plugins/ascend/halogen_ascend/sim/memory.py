@@ -138,10 +138,11 @@ class Hbm:
         """
         budgets = dict(budgets or {})
         if sum(budgets.values()) > part.usable_bytes:
-            sums = " + ".join(f"{name} {size}" for name, size in budgets.items())
+            sums = " + ".join(f"{name} {gib(size)}" for name, size in budgets.items())
+            whole = sums if len(budgets) == 1 else f"{sums} = {gib(sum(budgets.values()))}"
             raise ConfigError(
-                f"pools {sums} = {sum(budgets.values())} bytes exceed the {part.usable_bytes} "
-                f"usable of `{part.name}` ({part.hbm_bytes} less {part.hbm_reserved} reserved)",
+                f"pools {whole} exceed the {gib(part.usable_bytes)} usable of `{part.name}` "
+                f"({gib(part.hbm_bytes)} less {gib(part.hbm_reserved)} reserved)",
                 code="HRT-7104",
                 fix="make a pool smaller, or leave it unset to share what is left",
             )
@@ -176,7 +177,10 @@ class Hbm:
         address = self.pools[pool].take(size) if size <= free else None
         if address is None:
             raise OutOfDeviceMemory(
-                pool, asked=size, free=min(free, self.pools[pool].largest), fix=_advice(pool)
+                pool,
+                asked=size,
+                free=min(free, self.pools[pool].largest),
+                fix=_advice(pool, fixed=self.pools[pool].budget != _WINDOW),
             )
         self._fill_banks(size, bank)
         written = np.zeros(granules, dtype=bool)
@@ -204,10 +208,19 @@ class Hbm:
             self.bank_bytes[bank] += nbytes // len(chosen)
 
 
-def _advice(pool: str) -> str:
-    return {
-        "static": "use a more strongly quantised model, or `halogen convert --quantize w8a8`",
-        "dynamic": "lower kv_ratio, --pool-size or the context",
-        "temp": "lower --max-batch-tokens",
-        "graph": "capture fewer buckets: --backend-option graph_buckets=1,2,4",
-    }[pool]
+def gib(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _advice(pool: str, *, fixed: bool) -> str:
+    own = f"raise {pool}_pool_gb, which fixes it, or " if fixed else ""
+    return (
+        own
+        + {
+            "static": "use a more strongly quantised model, or `halogen convert --quantize w8a8`",
+            "dynamic": "lower kv_ratio, --pool-size or the context",
+            "temp": "lower --max-batch-tokens",
+            "graph": "capture fewer buckets: --backend-option graph_buckets=1,2,4",
+        }[pool]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halogen_ascend.sim.device import PCIE_BYTES, SimDevice
+from halogen_ascend.sim.memory import gib
 from halogen_core.spi import MemoryPlan, MemoryRequest, MemoryTier, OutOfMemory, PoolPlan
 
 
@@ -40,12 +41,12 @@ def plan(device: SimDevice, request: MemoryRequest) -> MemoryPlan:
     if request.max_blocks is not None:
         blocks = min(blocks, request.max_blocks)
     reasons = (
-        f"usable {capacity} = {device.part.hbm_bytes} HBM of {device.part.name} less "
-        f"{device.part.hbm_reserved} reserved and what other pools hold",
-        f"less static {static} (weights), temp {request.temp_bytes}, graph {request.graph_bytes}, "
-        f"reserve {request.host_reserve} leaves {left}",
-        f"KV {budget} bytes / {per_block} per block, padding block and rounding {slack} off: "
-        f"{blocks} blocks",
+        f"usable {gib(capacity)} = {gib(device.part.hbm_bytes)} HBM of {device.part.name} less "
+        f"{gib(device.part.hbm_reserved)} reserved and what other pools hold",
+        f"less static {gib(static)} (weights), temp {gib(request.temp_bytes)}, graph "
+        f"{gib(request.graph_bytes)}, reserve {gib(request.host_reserve)} leaves {gib(left)}",
+        f"KV {gib(budget)} in blocks of {per_block} bytes, padding block and rounding {slack} "
+        f"bytes off: {blocks} blocks",
         f"bandwidth {device.part.hbm_bandwidth / 1e12:.2f} TB/s, host link assumed "
         f"{PCIE_BYTES / 1e9:.0f} GB/s",
     )
