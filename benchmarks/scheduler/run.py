@@ -59,17 +59,16 @@ def our_scheduler(running, waiting, num_blocks=None, prompt=100):
         tokens = [rng.randrange(32_000) for _ in range(prompt)]
         scheduler.add(Sequence(seq_id=i, token_ids=tokens, max_new_tokens=600))
     plan = scheduler.schedule(0.0)
-    scheduler.update(plan, {item.seq.seq_id: [1] for item in plan.items}, 0.0)
+    scheduler.update(plan, [[1]] * len(plan.items))
     assert scheduler.num_running == running
     return scheduler
 
 
 def our_step(scheduler):
-    sampled = {seq.seq_id: [7] for seq in scheduler.running}
+    sampled = [[7]] * scheduler.num_running
 
     def step():
-        plan = scheduler.schedule(1.0)
-        scheduler.update(plan, sampled, 1.0)
+        scheduler.update(scheduler.schedule(1.0), sampled)
 
     return step
 

@@ -227,24 +227,24 @@ class Engine:
     # -- one step's results
 
     def _take(self, plan: StepPlan, step: Step, result: StepResult) -> list[TokenOutput]:
-        picked: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        picked: list[tuple[int, TokenLogprobs | None] | None] = [None] * len(plan.items)
         for at, row in enumerate(step.rows):
             sequence = plan.items[row.item].seq
             logprobs = logprobs_of(result, at, _generation(sequence).request.num_logprobs)
             if row.is_prompt:
                 self._keep_prompt_logprob(sequence, row, logprobs)
             else:
-                picked[sequence.seq_id] = (int(result.token_ids[at]), logprobs)
-        broken = [i for i, (t, _) in picked.items() if not 0 <= t < self.info.vocab_size]
-        sampled = {i: [t] for i, (t, _) in picked.items() if i not in broken}
-        self.scheduler.update(plan, sampled, self.clock())
-        self._count("generation_tokens", len(sampled))
+                picked[row.item] = (int(result.token_ids[at]), logprobs)
+        vocab = range(self.info.vocab_size)
+        sampled = [[pick[0]] if pick and pick[0] in vocab else [] for pick in picked]
+        self.scheduler.update(plan, sampled)
+        self._count("generation_tokens", sum(map(len, sampled)))
         outputs = []
-        for item in plan.items:
-            if item.seq.seq_id in broken:
+        for item, pick, tokens in zip(plan.items, picked, sampled, strict=True):
+            if pick and tokens:
+                outputs.append(self._output(item.seq, *pick))
+            elif pick:
                 outputs.append(self._fail(item.seq, "HRT-3004", "the model's output is not finite"))
-            elif item.seq.seq_id in sampled:
-                outputs.append(self._output(item.seq, *picked[item.seq.seq_id]))
         return outputs
 
     def _output(

@@ -9,7 +9,7 @@ import attrs
 NOWHERE = -1
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, init=False)
 class Node:
     """KV of one block of tokens after a given prefix (the path from the root).
 
@@ -22,33 +22,44 @@ class Node:
     parent: Node | None
     depth: int
     """Blocks before this one."""
-    children: dict[bytes, Node] = attrs.field(factory=dict, init=False)
-    block: int = attrs.field(default=NOWHERE, init=False)
+    children: dict[bytes, Node]
+    block: int
     """Device block."""
-    slot: int = attrs.field(default=NOWHERE, init=False)
+    slot: int
     """Slot in a lower tier."""
-    tier: Any = attrs.field(default=None, init=False)
+    tier: Any
     """The lower tier that `slot` is in."""
-    refs: int = attrs.field(default=0, init=False)
+    refs: int
     """Sequences that hold it (of a root: leases that may publish under it)."""
-    resident_children: int = attrs.field(default=0, init=False)
+    resident_children: int
     """Children with a device block."""
-    last_used: int = attrs.field(default=0, init=False)
+    last_used: int
     """Tick of the pool's clock."""
-    uses: int = attrs.field(default=1, init=False)
+    uses: int
     """Times it was computed or adopted."""
-    promised: int = attrs.field(default=0, init=False)
+    promised: int
     """Preempted sequences that will come back for it."""
-    priority: int = attrs.field(default=0, init=False)
+    priority: int
     """Highest of those that used it."""
-    pinned: int = attrs.field(default=0, init=False)
+    pinned: int
     """Sessions that pin it."""
-    candidate: bool = attrs.field(default=False, init=False)
+    candidate: bool
     """May be evicted now."""
-    stamp: int = attrs.field(default=0, init=False)
+    stamp: int
     """Counts candidacies, so that stale entries of the evictor's heap are known."""
-    state: Any = attrs.field(default=None, init=False)
+    state: Any
     """Recurrent-state checkpoint at the end of this block (hybrid models)."""
+
+    def __init__(self, tokens: bytes, parent: Node | None, depth: int) -> None:
+        # by hand: one is made for every block of text, and this takes half of attrs' time
+        self.tokens, self.parent, self.depth = tokens, parent, depth
+        self.children = {}
+        self.block = self.slot = NOWHERE
+        self.tier = self.state = None
+        self.refs = self.resident_children = self.last_used = 0
+        self.uses = 1
+        self.promised = self.priority = self.pinned = self.stamp = 0
+        self.candidate = False
 
     @property
     def num_tokens(self) -> int:

@@ -35,4 +35,4 @@ def lane_of(seq: Sequence, config: SchedulerConfig) -> Lane:
 
 def is_long(seq: Sequence) -> bool:
     """Whether `seq` has a prompt to compute in the long lane; its answer runs with the others."""
-    return seq.lane is Lane.LONG and len(seq.token_ids) - seq.num_computed_tokens > 1
+    return seq.lane is Lane.LONG and seq.num_uncomputed_tokens > 1

@@ -5,14 +5,38 @@ from __future__ import annotations
 import attrs
 
 from halogen_core.errors import RequestError
-from halogen_core.scheduler.sequence import ScheduledSequence, Sequence
+from halogen_core.scheduler.sequence import ScheduledSequence, Sequence, Status
+
+
+@attrs.define(eq=False)
+class Step:
+    """A step while it is put together."""
+
+    decodes: list[ScheduledSequence] = attrs.field(factory=list)
+    prompts: list[ScheduledSequence] = attrs.field(factory=list)
+    wait_until: float | None = None
+    """When those that wait for company may enter."""
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prompts)
+
+    def compute(self, seq: Sequence, count: int) -> None:
+        """`count` tokens of a prompt, or of an answer with its drafts."""
+        self.prompts.append(ScheduledSequence(seq, count, count >= seq.num_uncomputed_tokens))
+
+    def drop_preempted(self) -> None:
+        """Sequences that gave way after they were chosen."""
+        self.decodes = [item for item in self.decodes if item.seq.status is Status.RUNNING]
+        self.prompts = [item for item in self.prompts if item.seq.status is Status.RUNNING]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class StepPlan:
-    """One step: running sequences first, then prompts, each in order."""
+    """One step: sequences that compute one token and pick the next, then prompts."""
 
     items: tuple[ScheduledSequence, ...] = ()
+    num_decodes: int = 0
+    """The first so many items are of one token, without drafts."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies (source, destination) to run before the step, in order."""
     num_swapped_out: int = 0

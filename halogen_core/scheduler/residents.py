@@ -13,7 +13,7 @@ import attrs
 
 from halogen_core.scheduler.blocks import BlockManagerProtocol, MatchProtocol
 from halogen_core.scheduler.config import SchedulerConfig
-from halogen_core.scheduler.sequence import Sequence, Status
+from halogen_core.scheduler.sequence import ScheduledSequence, Sequence, Status
 
 PATIENCE = 16
 """Steps after which a sequence without room is looked up again."""
@@ -25,7 +25,11 @@ class Residents:
 
     config: SchedulerConfig
     blocks: BlockManagerProtocol
-    running: list[Sequence] = attrs.field(factory=list, init=False)
+    steady: dict[Sequence, ScheduledSequence] = attrs.field(factory=dict, init=False)
+    """One token behind and with room for it: each with its share of any step. Nobody needs to look
+    at them until a block is full, so what a step costs follows from what changes."""
+    watched: dict[Sequence, ScheduledSequence] = attrs.field(factory=dict, init=False)
+    """All others that run, in order of entry."""
     preempted: list[Sequence] = attrs.field(factory=list, init=False)
     """In this step."""
     set_aside: int = attrs.field(default=0, init=False)
@@ -35,6 +39,26 @@ class Residents:
     recomputed_tokens: int = attrs.field(default=0, init=False)
     _denied: tuple[int, int, int] = attrs.field(default=(-1, 0, 0), init=False)
     """Who was denied entry last, the blocks available then, and tries left unanswered since."""
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [*self.steady, *self.watched]
+
+    @property
+    def num_running(self) -> int:
+        return len(self.steady) + len(self.watched)
+
+    def settle(self, seq: Sequence) -> ScheduledSequence:
+        """`seq` has room for its next token; its share of a step."""
+        if self.config.max_total_tokens is not None:  # there is something to count in each step
+            return self.watched[seq]
+        item = self.steady[seq] = self.watched.pop(seq)
+        return item
+
+    def watch(self, seq: Sequence) -> None:
+        """`seq` filled a block, or is to verify drafts."""
+        if item := self.steady.pop(seq, None):
+            self.watched[seq] = item
 
     def begin_step(self) -> None:
         self.preempted.clear()
@@ -47,11 +71,10 @@ class Residents:
         False: `seq` itself had to give way.
         """
         while not self._grow(seq, count):
-            victim = max((s for s in self.running if not self.is_guarded(s)), key=_rank)
+            victim = max((s for s in self.running if not self.is_guarded(s)), key=rank)
             self._preempt(victim)
             if victim is seq:
                 return False
-        self.live_tokens += 0 if self.is_guarded(seq) else count
         return True
 
     def is_guarded(self, seq: Sequence) -> bool:
@@ -62,7 +85,7 @@ class Residents:
         """Let `seq` in if the blocks of its whole known text are there, cached ones included."""
         blocks = self.blocks
         tokens = seq.max_tokens if self.is_guarded(seq) else seq.num_tokens
-        if self.running and (self._over_cap(tokens) or self._nothing_changed(seq)):
+        if self.num_running and (self._over_cap(tokens) or self._nothing_changed(seq)):
             return False
         lease = blocks.open(
             seq.seq_id,
@@ -83,7 +106,8 @@ class Residents:
 
     def leave(self, seq: Sequence, *, back: bool = False) -> None:
         """`seq` gives its blocks back; what they hold stays findable."""
-        self.running.remove(seq)
+        if self.steady.pop(seq, None) is None:
+            del self.watched[seq]
         if self.is_guarded(seq):
             self.set_aside -= self._ceiling(seq) - len(seq.block_table)
         self.blocks.release(seq.lease, seq.token_ids, seq.num_computed_tokens, back=back)
@@ -94,19 +118,19 @@ class Residents:
     # -- room
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        total = seq.num_computed_tokens + count
-        guarded = self.is_guarded(seq)
-        if not guarded and len(self.running) > 1 and self._over_cap(count):
+        total, guarded = seq.num_computed_tokens + count, self.is_guarded(seq)
+        if not guarded and self._over_cap(count) and self.num_running > 1:
             return False
-        missing = -(-total // self.blocks.block_size) - len(seq.block_table)
-        if missing <= 0:
-            return True
-        if not guarded and missing + self.set_aside > self.blocks.num_available:
-            return False
-        if not self.blocks.grow(seq.lease, total):
-            return False
-        self.set_aside -= missing if guarded else 0
-        seq.capacity = len(seq.block_table) * self.blocks.block_size
+        if total > seq.capacity:
+            missing = -(-total // self.blocks.block_size) - len(seq.block_table)
+            aside = 0 if guarded else self.set_aside
+            if aside and missing + aside > self.blocks.num_available:
+                return False
+            if not self.blocks.grow(seq.lease, total):
+                return False
+            self.set_aside -= missing if guarded else 0
+            seq.capacity += missing * self.blocks.block_size
+        self.live_tokens += 0 if guarded else count
         return True
 
     def _over_cap(self, count: int) -> bool:
@@ -152,13 +176,13 @@ class Residents:
     def _fits_after_unpinning(self, seq: Sequence, match: MatchProtocol) -> bool:
         """As `_fits`; pins yield to a sequence that could not run otherwise."""
         while not self._fits(seq, match):
-            if self.running or not self.blocks.unpin_oldest():
+            if self.num_running or not self.blocks.unpin_oldest():
                 return False
         return True
 
     def _reserve(self) -> int:
         """Blocks kept for those that run: what their known text needs, and some to grow."""
-        if not self.running:
+        if not self.num_running:
             return 0
         size = self.blocks.block_size
         promised = sum(
@@ -183,8 +207,9 @@ class Residents:
             self.recomputed_tokens += seq.num_tokens - num_cached
         seq.status = Status.RUNNING
         self.live_tokens += self._weight(seq)
-        self.running.append(seq)
+        self.watched[seq] = ScheduledSequence(seq, 1, True)
 
 
-def _rank(seq: Sequence) -> tuple[float, int]:
+def rank(seq: Sequence) -> tuple[float, int]:
+    """Smallest first."""
     return seq.key

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
+from itertools import islice
 
 from halogen_core.scheduler.admission import Door
 from halogen_core.scheduler.blocks import BlockManagerProtocol
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.deadlines import Deadlines
+from halogen_core.scheduler.entry import Entry
 from halogen_core.scheduler.lanes import Lanes, is_long, lane_of
 from halogen_core.scheduler.limits import StepLimits
 from halogen_core.scheduler.pacing import BatchWindow, CostModel, StepBudget
-from halogen_core.scheduler.plan import StepPlan
+from halogen_core.scheduler.plan import Step, StepPlan
 from halogen_core.scheduler.policy import FCFS, QueuePolicy
-from halogen_core.scheduler.queue import WaitingQueue
-from halogen_core.scheduler.residents import Residents
+from halogen_core.scheduler.residents import Residents, rank
 from halogen_core.scheduler.sequence import Lane, ScheduledSequence, Sequence, Status
 from halogen_core.spi import Limits
-
-COUNTERS = (
-    "requests_admitted",
-    "preemptions",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-)
 
 
 class Scheduler:
@@ -46,37 +40,39 @@ class Scheduler:
         """`cost` and `limits` are the backend's; `limits` is asked again while running."""
         self.config = config
         self.blocks = blocks
-        self.policy = FCFS() if policy is None else policy
         self.limits = StepLimits(config, limits)
-        self.waiting = {lane: WaitingQueue() for lane in Lane}
         self._residents = Residents(config, blocks)
+        policy = FCFS() if policy is None else policy
+        self._entry = Entry(self._residents, policy, self.limits, BatchWindow.of(config))
         self._door = Door(config, blocks.num_blocks, blocks.block_size)
         self._budget = StepBudget(cost, config.tpot_target_s, blocks.block_size)
-        self._window = BatchWindow.of(config)
         self._deadlines = Deadlines(config)
         self._lanes = Lanes(config.long_lane_share)
         self._sequences: dict[int, Sequence] = {}
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._serial = 0
+        self._num_preemptions = 0
 
     # -- the public face
 
     @property
     def running(self) -> list[Sequence]:
+        """A copy."""
         return self._residents.running
 
     @property
     def num_running(self) -> int:
-        return len(self.running)
+        return self._residents.num_running
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self.waiting.values())
+        return len(self._entry)
 
     def counters(self) -> Mapping[str, float]:
         """Totals since start, by metric name without prefix and suffix."""
         return {
-            **self._counts,
+            "requests_admitted": self._entry.num_admitted,
+            "prefix_cache_queries": self._entry.num_looked_up,
+            "prefix_cache_hits": self._entry.num_cached,
+            "preemptions": self._num_preemptions,
             "recomputed_tokens": self._residents.recomputed_tokens,
             "prefill_timeouts": self._deadlines.num_prefill,
             "queue_timeouts": self._deadlines.num_queue,
@@ -85,9 +81,10 @@ class Scheduler:
 
     def gauges(self) -> Mapping[str, float]:
         """Values now."""
-        long = len(self.waiting[Lane.LONG]) + sum(is_long(seq) for seq in self.running)
-        used = sum(seq.num_computed_tokens for seq in self.running)
-        held = sum(len(seq.block_table) for seq in self.running) * self.blocks.block_size
+        running = self._residents.running
+        long = len(self._entry.queues[Lane.LONG]) + sum(map(is_long, running))
+        used = sum(seq.num_computed_tokens for seq in running)
+        held = sum(len(seq.block_table) for seq in running) * self.blocks.block_size
         return {
             "requests_long_lane": long,
             "step_max_sequences": self.limits.max_sequences,
@@ -103,10 +100,8 @@ class Scheduler:
         """
         self._door.check(seq, self.num_waiting, self.limits.max_context)
         seq.lane = lane_of(seq, self.config)
-        self._serial += 1
-        seq.key = (self.policy.key(seq), self._serial)
         self._sequences[seq.seq_id] = seq
-        self.waiting[seq.lane].push(seq)
+        self._entry.push(seq)
 
     def abort(self, seq_id: int) -> bool:
         """Forget a sequence in whatever state; False if it is unknown (it may just have ended)."""
@@ -123,10 +118,10 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self._residents.leave(seq)
         else:
-            self.waiting[seq.lane].remove(seq)
+            self._entry.remove(seq)
             self.blocks.forget(seq.seq_id)
         seq.status = Status.FINISHED
-        if not self.running:
+        if not self.num_running:
             self.blocks.audit_idle()
 
     def schedule(self, now: float) -> StepPlan:
@@ -135,122 +130,143 @@ class Scheduler:
         self.blocks.begin_step()
         self._residents.begin_step()
         self._deadlines.expired.clear()
-        for seq in self._deadlines.waited_too_long(self.waiting.values(), now):
+        for seq in self._deadlines.waited_too_long(self._entry.queues.values(), now):
             self.finish(seq)
-        normal, long = self._has_work(Lane.NORMAL), self._has_work(Lane.LONG)
-        turn = self._lanes.next(normal=normal, long=long)
-        items = self._long_step(now) if turn is Lane.LONG else []
-        wait = None
-        if not (items or self._residents.preempted):
-            items, wait = self._normal_step(now)
-        if not (items or self._residents.preempted):
-            items = self._long_step(now)
+        step = self._compose(now)
         for seq in self._residents.preempted:
-            self.waiting[seq.lane].push(seq)
-        self._counts["preemptions"] += len(self._residents.preempted)
+            self._entry.put_back(seq)
+        self._num_preemptions += len(self._residents.preempted)
         moved_out, moved_in = self.blocks.take_moves()
         return StepPlan(
-            items=tuple(items),
+            items=(*step.decodes, *step.prompts),
+            num_decodes=len(step.decodes),
             copies=self.blocks.pending_copies(),
             num_swapped_out=moved_out,
             num_swapped_in=moved_in,
             expired=tuple(self._deadlines.expired),
-            wait_until=None if items else wait,
+            wait_until=None if step else step.wait_until,
         )
 
-    def update(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]], now: float) -> None:
-        """Record that `plan` ran: tokens by sequence id, several if drafts were accepted."""
+    def draft(self, seq: Sequence, num_tokens: int) -> None:
+        """Verify so many speculated tokens of a running `seq` in the next step."""
+        seq.num_draft_tokens = num_tokens
+        self._residents.watch(seq)
+
+    def update(self, plan: StepPlan, sampled: Tokens[Tokens[int]]) -> None:
+        """Record that `plan` ran: for each item the new tokens, several if drafts were accepted."""
         self.blocks.end_step()
-        size, publish = self.blocks.block_size, self.blocks.publish
-        running, of = Status.RUNNING, sampled.get
-        for seq, num_tokens, samples in plan.items:
-            if seq.status is not running:
-                continue
-            before = seq.num_computed_tokens
-            after = before + num_tokens
-            if samples and (tokens := of(seq.seq_id)):
-                seq.token_ids += tokens
-                if seq.num_draft_tokens:
-                    after -= seq.num_draft_tokens - (len(tokens) - 1)
-                    seq.num_draft_tokens = 0
-            seq.num_computed_tokens = after
-            if after % size < num_tokens and before // size != after // size:
-                publish(seq.lease, seq.token_ids, after)
+        size = self.blocks.block_size
+        full = 1 % size  # tokens of the text that go beyond full blocks, once a block is full
+        results = zip(plan.items, sampled, strict=True)
+        for (seq, _, _), tokens in islice(results, plan.num_decodes):
+            if len(tokens) == 1:
+                text = seq.token_ids
+                text += tokens
+                if len(text) % size == full:
+                    self._block_is_full(seq)
+            else:
+                self._record(seq, 1, tokens)
+        for (seq, num_tokens, _), tokens in results:
+            self._record(seq, num_tokens, tokens)
+
+    def _record(self, seq: Sequence, num_tokens: int, tokens: Tokens[int]) -> None:
+        if seq.status is not Status.RUNNING:
+            return
+        seq.token_ids += tokens
+        new = len(tokens)
+        if new and seq.num_draft_tokens:  # those that were not accepted are written over
+            new = seq.num_draft_tokens + 1
+            seq.num_draft_tokens = 0
+        seq.num_uncomputed_tokens += new - num_tokens
+        if seq.num_computed_tokens % self.blocks.block_size < num_tokens:
+            self._block_is_full(seq)
+
+    def _block_is_full(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self.blocks.publish(seq.lease, seq.token_ids, seq.num_computed_tokens)
+            self._residents.watch(seq)
 
     # -- one step
 
+    def _compose(self, now: float) -> Step:
+        """The step of the lane whose turn it is, of the other if that has nothing to do."""
+        turn = self._lanes.next(normal=self._has_work(Lane.NORMAL), long=self._has_work(Lane.LONG))
+        step = Step()
+        if turn is Lane.LONG:
+            self._long_step(step, now)
+        if not (step or self._residents.preempted):
+            self._normal_step(step, now)
+        if not (step or self._residents.preempted):
+            self._long_step(step, now)
+        if self._residents.preempted:
+            step.drop_preempted()
+        return step
+
     def _has_work(self, lane: Lane) -> bool:
-        if len(self.waiting[lane]):
+        if len(self._entry.queues[lane]):
             return True
         long = lane is Lane.LONG
         if self.config.long_prompt_tokens is None and self.config.prefill_timeout_s is None:
-            return not long and bool(self.running)
-        return any(is_long(seq) == long for seq in self.running)
+            return not long and self.num_running > 0
+        return (
+            any(map(is_long, self._residents.watched))
+            if long
+            else not all(map(is_long, self.running))
+        )
 
-    def _normal_step(self, now: float) -> tuple[list[ScheduledSequence], float | None]:
-        items: list[ScheduledSequence] = []
+    def _normal_step(self, step: Step, now: float) -> None:
         prompts: list[Sequence] = []
-        make_room = self._residents.make_room
-        fast, running = self.config.max_total_tokens is None, Status.RUNNING
-        for seq in self._awake():
-            if seq.status is not running:
-                continue
-            computed = seq.num_computed_tokens
-            if len(seq.token_ids) - computed > 1 or seq.num_draft_tokens:
+        residents = self._residents
+        step.decodes, watched = self._awake()
+        for seq in watched:
+            if seq.num_uncomputed_tokens > 1 or seq.num_draft_tokens:
                 if not is_long(seq):
                     prompts.append(seq)
-            elif (fast and computed < seq.capacity) or make_room(seq, 1):
-                items.append(seq.decode_item)
-        budget = self._prompt_budget(items)
+            elif seq.status is Status.RUNNING and residents.make_room(seq, 1):
+                step.decodes.append(residents.settle(seq))
+        budget = self._prompt_budget(step.decodes)
         prompts = [seq for seq in prompts if not self._deadlines.prefill_over(seq, now)]
-        budget = self._continue_prompts(prompts, budget, items)
-        if self._residents.preempted:  # some of them may be in `items`; nobody enters now
-            return [item for item in items if item.seq.status is Status.RUNNING], None
-        return items, self._admit(self.waiting[Lane.NORMAL], now, budget, items)
+        budget = self._continue_prompts(prompts, budget, step)
+        if not residents.preempted:  # else nobody enters now
+            self._admit(now, budget, step)
 
-    def _awake(self) -> Tokens[Sequence]:
+    def _awake(self) -> tuple[list[ScheduledSequence], Tokens[Sequence]]:
         """Who may be in a normal step; fewer than run only after the device lowered its limits."""
+        steady, watched = self._residents.steady, self._residents.watched
         most = self.limits.max_sequences
         if self.num_running <= most:
-            return tuple(self.running)
-        return [seq for seq in self.running if not is_long(seq)][:most]
+            return list(steady.values()), tuple(watched)
+        first = sorted((s for s in self.running if not is_long(s)), key=rank)[:most]
+        return [steady[s] for s in first if s in steady], [s for s in first if s in watched]
 
-    def _long_step(self, now: float) -> list[ScheduledSequence]:
+    def _long_step(self, step: Step, now: float) -> None:
         """Over-long prompts alone, one after the other, in slices that others can wait for."""
-        items: list[ScheduledSequence] = []
-        others = sum(not is_long(seq) for seq in self.running)
-        limit = (
-            max(self.blocks.block_size, self.limits.max_tokens // 4)
-            if others
-            else self.limits.max_tokens
-        )
+        prompts = [seq for seq in self._residents.watched if is_long(seq)]
+        others = self.num_running - len(prompts)
+        limit = self.limits.max_tokens
+        if others:
+            limit = max(self.blocks.block_size, limit // 4)
         budget = self._budget.prefill_tokens(max(1, others), 0, limit)
-        prompts = [seq for seq in self.running if is_long(seq)][:1]
-        self._continue_prompts(prompts, budget, items)
-        if self._residents.preempted:
-            return [item for item in items if item.seq.status is Status.RUNNING]
-        if not items and (head := self.waiting[Lane.LONG].head()):
-            self._enter(head, now, budget, items)
-        return items
+        self._continue_prompts(prompts[:1], budget, step)
+        if not (step or self._residents.preempted):
+            self._enter(Lane.LONG, now, budget, step)
 
-    def _prompt_budget(self, items: list[ScheduledSequence]) -> int:
-        left = self.limits.max_tokens - len(items)
+    def _prompt_budget(self, decodes: list[ScheduledSequence]) -> int:
+        left = self.limits.max_tokens - len(decodes)
         if self._budget.target_s is None:
             return left
-        kv_tokens = sum(item.seq.num_computed_tokens for item in items)
-        return self._budget.prefill_tokens(len(items), kv_tokens, left)
+        kv_tokens = sum(item.seq.num_computed_tokens for item in decodes)
+        return self._budget.prefill_tokens(len(decodes), kv_tokens, left)
 
-    def _continue_prompts(
-        self, prompts: list[Sequence], budget: int, items: list[ScheduledSequence]
-    ) -> int:
-        others_wait = len(self.waiting[Lane.NORMAL])
+    def _continue_prompts(self, prompts: list[Sequence], budget: int, step: Step) -> int:
+        others_wait = len(self._entry.queues[Lane.NORMAL])
         for seq in prompts:
             if seq.status is not Status.RUNNING or budget <= 0:
                 continue
             share = max(1, budget // 2) if others_wait else budget
             count = self._clip(seq, share)
             if self._residents.make_room(seq, count):
-                items.append(_item(seq, count))
+                step.compute(seq, count)
                 budget -= count
         return budget
 
@@ -262,56 +278,22 @@ class Scheduler:
                 return position - seq.num_computed_tokens
         return count
 
-    # -- entry
+    def _admit(self, now: float, budget: int, step: Step) -> None:
+        """Let waiting sequences in, unless they are to wait for company."""
+        if self._entry.long_is_starved(now, self.config.long_patience_s):
+            return
+        step.wait_until = self._entry.opens(Lane.NORMAL, now, budget)
+        if step.wait_until is None:
+            while budget > 0 and (count := self._enter(Lane.NORMAL, now, budget, step)):
+                budget -= count
 
-    def _admit(
-        self, queue: WaitingQueue, now: float, budget: int, items: list[ScheduledSequence]
-    ) -> float | None:
-        """Let waiting sequences in; the time to ask again, if they are to wait for company."""
-        oldest = queue.oldest()
-        if oldest is None or self._long_is_starved(now):
-            return None
-        full = (
-            oldest.num_preemptions > 0
-            or len(queue) >= self.limits.max_sequences - self.num_running
-            or queue.num_tokens >= budget
-        )
-        opens = self._window.opens(oldest.arrival, busy=self.num_running > 0, full=full)
-        if now + 1e-9 < opens:
-            return opens
-        while budget > 0 and self.num_running < self.limits.max_sequences:
-            seq = queue.head()
-            if seq is None or not (count := self._enter(seq, now, budget, items)):
-                return None
-            budget -= count
-        return None
-
-    def _enter(self, seq: Sequence, now: float, budget: int, items: list[ScheduledSequence]) -> int:
-        """Let `seq` in and give it tokens of this step; 0: it must wait."""
-        first = seq.started is None
-        if self.num_running >= self.limits.max_sequences or not self._residents.admit(seq, now):
+    def _enter(self, lane: Lane, now: float, budget: int, step: Step) -> int:
+        """Let the first of a lane in and give it tokens of this step; 0: nobody entered."""
+        seq = self._entry.next(lane, now)
+        if seq is None:
             return 0
-        self.waiting[seq.lane].remove(seq)
-        if first:
-            self.policy.admitted(seq)
-            self._counts["requests_admitted"] += 1
-            self._counts["prefix_cache_queries"] += seq.num_prompt_tokens
-            self._counts["prefix_cache_hits"] += seq.num_cached_tokens
         count = self._clip(seq, budget)
         if not self._residents.make_room(seq, count):
             return 0
-        items.append(_item(seq, count))
+        step.compute(seq, count)
         return count
-
-    def _long_is_starved(self, now: float) -> bool:
-        head = self.waiting[Lane.LONG].head()
-        return (
-            head is not None
-            and self.num_running > 0
-            and now - head.arrival > self.config.long_patience_s
-            and not any(is_long(seq) for seq in self.running)
-        )
-
-
-def _item(seq: Sequence, count: int) -> ScheduledSequence:
-    return ScheduledSequence(seq, count, count >= seq.num_uncomputed_tokens)

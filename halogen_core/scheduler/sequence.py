@@ -27,7 +27,8 @@ class Lane(IntEnum):
 class Sequence:
     """One request's tokens and its place in the KV cache.
 
-    `num_computed_tokens` catches up with `token_ids` (prompt, then output) step by step.
+    `num_computed_tokens` catches up with `token_ids` (prompt, then output) step by step. What is
+    kept is how far behind it is: 1 while decoding, so nothing changes from step to step.
     """
 
     seq_id: int
@@ -48,7 +49,7 @@ class Sequence:
     payload: Any = None
     """The engine's own; never looked at."""
 
-    num_computed_tokens: int = attrs.field(default=0, init=False)
+    num_uncomputed_tokens: int = attrs.field(init=False)
     num_cached_tokens: int = attrs.field(default=0, init=False)
     """Prompt tokens that the prefix cache gave at first admission."""
     num_draft_tokens: int = attrs.field(default=0, init=False)
@@ -66,18 +67,21 @@ class Sequence:
     """Its hold on KV blocks, from the block manager."""
     capacity: int = attrs.field(default=0, init=False)
     """Tokens that its blocks can hold."""
-    decode_item: ScheduledSequence = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.decode_item = ScheduledSequence(self, 1, True)
+        self.num_uncomputed_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+    def num_computed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_uncomputed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        self.num_uncomputed_tokens = len(self.token_ids) - count
 
     @property
     def max_tokens(self) -> int:

@@ -99,8 +99,8 @@ class Simulator:
         self.now += seconds
         self.busy_s += seconds
         draw = self._rng.randrange
-        sampled = {item.seq.seq_id: (draw(VOCABULARY),) for item in plan.items if item.samples}
-        self.scheduler.update(plan, sampled, self.now)
+        sampled = [(draw(VOCABULARY),) if item.samples else () for item in plan.items]
+        self.scheduler.update(plan, sampled)
         for item in plan.items:
             if item.samples:
                 self._progress(item.seq)

@@ -37,9 +37,9 @@ class Driver:
             self.store[target * self.size : (target + 1) * self.size] = rows
         for item in plan.items:
             self.write(item)
-        sampled = {item.seq.seq_id: [self.read(item)] for item in plan.items if item.samples}
+        sampled = [[self.read(item)] if item.samples else [] for item in plan.items]
         self.now += 0.01
-        self.scheduler.update(plan, sampled, self.now)
+        self.scheduler.update(plan, sampled)
         for item in plan.items:
             self.end_if_done(item.seq, eos)
         for seq, _ in plan.expired:

@@ -257,11 +257,11 @@ def test_drafts_are_verified_and_rejected_ones_forgotten(drive, sequence):
     seq = sequence(range(6), 10)
     driver.scheduler.add(seq)
     driver.step(eos=None)
-    seq.num_draft_tokens = 3
-    (item,) = driver.scheduler.schedule(1.0).items
+    driver.scheduler.draft(seq, 3)
+    plan = driver.scheduler.schedule(1.0)
+    (item,) = plan.items
     assert (item.num_tokens, item.samples) == (4, True)
-    plan = type("Plan", (), {"items": (item,)})
-    driver.scheduler.update(plan, {seq.seq_id: [40, 41]}, 1.0)
+    driver.scheduler.update(plan, [[40, 41]])
     assert seq.token_ids[-2:] == [40, 41]
     assert seq.num_uncomputed_tokens == 1
     assert seq.num_draft_tokens == 0
@@ -361,8 +361,8 @@ def test_slots_lost_to_fragmentation_are_few(drive, sequence):
     worst = 0.0
     while driver.scheduler.num_running or driver.scheduler.num_waiting:
         plan = driver.scheduler.schedule(driver.now)
-        sampled = {item.seq.seq_id: [1] for item in plan.items if item.samples}
-        driver.scheduler.update(plan, sampled, driver.now)
+        sampled = [[1] if item.samples else [] for item in plan.items]
+        driver.scheduler.update(plan, sampled)
         if len(driver.scheduler.running) == 32 and not any(n > 1 for _, n, _ in plan.items):
             worst = max(worst, driver.scheduler.gauges()["kv_fragmentation_ratio"])
         for item in plan.items:

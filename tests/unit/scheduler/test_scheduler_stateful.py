@@ -82,8 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.idle_steps = 0 if plan.items or not self.live else self.idle_steps + 1
         assert self.idle_steps < 3, "work and nothing done"
         before = {seq.seq_id: seq.num_computed_tokens for seq, _, _ in plan.items}
-        sampled = {seq.seq_id: [seq.num_tokens % 3] for seq, _, samples in plan.items if samples}
-        self.scheduler.update(plan, sampled, self.now)
+        sampled = [[seq.num_tokens % 3] if samples else [] for seq, _, samples in plan.items]
+        self.scheduler.update(plan, sampled)
         for seq, count, _ in plan.items:
             assert seq.num_computed_tokens == before[seq.seq_id] + count
             assert len(seq.block_table) * SIZE >= seq.num_computed_tokens
