@@ -21,9 +21,15 @@ make_environment() {
     fi
 }
 
-# install WHAT PIP-ARGUMENTS...: quiet unless it fails.
+# install WHAT PIP-ARGUMENTS...: quiet unless it fails; nothing where the same was installed from the same sources.
+# Editable packages see changed Python files by themselves, so only what a build reads counts.
 install() {
-    say "installing $1"
+    local what=$1 stamp
     shift
+    stamp="$VENV/.installed-$({ printf '%s\n' "$@"; cat pyproject.toml {plugins/*,tests/*}/pyproject.toml \
+        plugins/*/hatch_build.py plugins/*/csrc/*; } | cksum | tr ' ' -)"
+    [ -e "$stamp" ] && return
+    say "installing $what"
     "$VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+    touch "$stamp"
 }

@@ -10,6 +10,7 @@ import click
 
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
+from halogen_core.errors import ModelError
 from halogen_core.loader.catalogue import KNOWN_MODELS, parse_hub_name, resolve_model
 from halogen_core.loader.fetch import Progress, fetch_hub, fetch_known
 from halogen_core.loader.opening import open_model
@@ -22,10 +23,17 @@ def pull_model(name: str, models_dir: Path, *, progress: Progress | None = None)
     Raises `ModelError`; a model fetched before is checked and kept.
     """
     report = progress or (lambda what, done, total: None)
-    if known := KNOWN_MODELS.get(name):
-        return fetch_known(known, models_dir, report)
-    hub = parse_hub_name(name)
-    path = fetch_hub(hub, models_dir) if hub else resolve_model(name, models_dir)
+    try:
+        if known := KNOWN_MODELS.get(name):
+            return fetch_known(known, models_dir, report)
+        hub = parse_hub_name(name)
+        path = fetch_hub(hub, models_dir, report) if hub else resolve_model(name, models_dir)
+    except OSError as exc:
+        raise ModelError(
+            f"cannot keep `{name}` in `{models_dir}`: {exc.strerror or exc}",
+            code="HRT-2305",
+            fix="make room or the directory writable, or choose another one with --models-dir",
+        ) from exc
     config_of(open_model(path))
     return path
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from halogen_core.cli.main import INTERRUPTED
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
 from halogen_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from halogen_core.cli.chat_session import Ask, Session
-
-INTERRUPTED = 130
 
 
 @click.command("run", cls=SettingsCommand)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 
 @click.command("serve", cls=SettingsCommand)
 @with_settings("model", "engine", "cache", "server", "paths")
@@ -31,11 +29,11 @@ def command(config: Config) -> None:
     once.
     """
     from halogen_core.cli.assembly import assemble
+    from halogen_core.cli.terminal import start_logging
     from halogen_core.server.auth import read_keys
     from halogen_core.server.serving import bind
 
-    logging.basicConfig(level=config.server.log_level.upper(), format=LOG_FORMAT)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it says what `serving` says
+    start_logging(config.server.log_level)
     read_keys(config.server)
     parts = assemble(config)
     listener = bind(config.server)  # before the engine: a busy port is known at once
@@ -44,14 +42,24 @@ def command(config: Config) -> None:
 
 
 async def _serve(config: Config, parts: Parts, listener: socket.socket) -> None:
+    from halogen_core.cli.terminal import loading_shown
     from halogen_core.engine.process import ProcessEngine
     from halogen_core.server.serving import make_service, serve
 
+    service = make_service(config, parts.tokenizer)
+
     async def start() -> ProcessEngine:
         log.info("loading %s", parts.options.model_path)
-        return await ProcessEngine.start(parts.options, hang_timeout_s=config.engine.hang_timeout_s)
+        with loading_shown() as show:
 
-    service = make_service(config, parts.tokenizer)
+            def progress(done: int, total: int) -> None:
+                service.loaded = done / max(1, total)
+                show(service.loaded)
+
+            return await ProcessEngine.start(
+                parts.options, hang_timeout_s=config.engine.hang_timeout_s, progress=progress
+            )
+
     await serve(service, listener, start, [plugin_routes(config)])
 
 

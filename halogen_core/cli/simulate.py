@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attrs
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -150,18 +151,15 @@ def _numbers(text: str) -> list[float]:
 
 def _capacity_table(results: Sequence[Capacity], scenario: Scenario) -> Table:
     table = Table(
-        "requests/s",
-        "done",
-        "refused",
-        "TTFT s",
-        "TPOT ms",
-        "tokens/s",
-        "busy",
-        "hits",
-        "preempted",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
         title=f"simulated: {scenario.device.name}, {scenario.num_blocks} blocks, {scenario.load}",
         caption="times are p50 / p95",
     )
+    names = ("req/s", "done", "refused", "TTFT s", "TPOT ms", "tok/s", "busy", "hits", "preempted")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
             f"{r.rate:g}",

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateReques
 from halogen_core.errors import EngineUnavailable, HalogenError
 
 log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
 
 PING_S = 1.0
 PONG_TIMEOUT_S = 4.0
@@ -35,9 +37,16 @@ class ProcessEngine:
     than `hang_timeout_s` seconds. Requests in flight then end with `finish_reason="error"`.
     """
 
-    def __init__(self, options: EngineOptions, *, hang_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        hang_timeout_s: float = 120.0,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
         self._options = options
         self._hang_timeout_s = hang_timeout_s
+        self._progress = progress
         self._inbox = Inbox()
         self._info: EngineInfo | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -51,9 +60,18 @@ class ProcessEngine:
         self.restarts = 0
 
     @classmethod
-    async def start(cls, options: EngineOptions, *, hang_timeout_s: float = 120.0) -> ProcessEngine:
-        """Start the child and wait until it is ready; raises what kept it from starting."""
-        engine = cls(options, hang_timeout_s=hang_timeout_s)
+    async def start(
+        cls,
+        options: EngineOptions,
+        *,
+        hang_timeout_s: float = 120.0,
+        progress: Progress = lambda done, total: None,
+    ) -> ProcessEngine:
+        """Start the child and wait until it is ready; raises what kept it from starting.
+
+        `progress` hears how many bytes of the weights are loaded, of all.
+        """
+        engine = cls(options, hang_timeout_s=hang_timeout_s, progress=progress)
         ready = asyncio.create_task(engine._ready.wait())
         engine._supervisor = asyncio.create_task(engine._supervise())
         await asyncio.wait({ready, engine._supervisor}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +224,8 @@ class ProcessEngine:
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
+            case wire.Loading(done, total):
+                self._progress(done, total)
             case wire.Ready(info):
                 self._info = info
                 self._failure = None

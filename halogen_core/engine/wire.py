@@ -69,6 +69,13 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """End after the current step."""
 
 
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """How much of the weights is on the device; in bytes, at most once per percent."""
+
+    done: int
+    total: int
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     info: EngineInfo
 
@@ -107,7 +114,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Start | Submit | Abort | GetStats | Ping | SaveCache | LoadCache | Adjust | Stop
-FromEngine = Ready | Failed | Outputs | Stats | Pong | Done
+FromEngine = Loading | Ready | Failed | Outputs | Stats | Pong | Done
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

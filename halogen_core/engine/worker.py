@@ -38,6 +38,7 @@ class Worker:
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._loop: EngineLoop | None = None
+        self._percent = -1
 
     def run(self) -> int:
         """Serve until told to stop; the exit code."""
@@ -48,7 +49,7 @@ class Worker:
             if not isinstance(start, wire.Start):
                 return 1
             options = msgspec.msgpack.decode(start.options, type=EngineOptions)
-            self._engine = build_engine(options)
+            self._engine = build_engine(options, progress=self._progress)
         except Exception as exc:
             self._fail(exc)
             self._finish(writer)
@@ -61,6 +62,13 @@ class Worker:
         self._loop.run()
         self._finish(writer)
         return 0
+
+    def _progress(self, done: int, total: int) -> None:
+        """Tell the server once per percent, not for every tensor."""
+        percent = 100 * done // max(1, total)
+        if percent > self._percent:
+            self._percent = percent
+            self._send(wire.Loading(done, total))
 
     def _finish(self, writer: threading.Thread) -> None:
         self._out.put(None)

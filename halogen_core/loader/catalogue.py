@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,11 +128,24 @@ def resolve_model(name: str, models_dir: Path) -> Path:
         return on_disk[name]
     if name and Path(name).exists():
         return Path(name)
-    raise ModelError(
+    if "/" in name or name.endswith(".gguf"):
+        raise ModelError(
+            f"there is no file or directory `{Path(name).absolute()}`",
+            code="HRT-2301",
+            fix="check the path; a repository on the hub is written `hf:org/repo`",
+        )
+    raise _unknown(name, models_dir, on_disk)
+
+
+def _unknown(name: str, models_dir: Path, on_disk: Mapping[str, Path]) -> ModelError:
+    near = difflib.get_close_matches(name, [*KNOWN_MODELS, *on_disk], n=1)
+    others = [other for other in on_disk if other not in KNOWN_MODELS]
+    meant = f"did you mean `{near[0]}`? " if near else ""
+    return ModelError(
         f"no model is called `{name}`; known are {', '.join(KNOWN_MODELS)}; "
-        f"in `{models_dir}` are {', '.join(on_disk) or 'none'}",
+        f"`{models_dir}` holds besides {', '.join(others) or 'none'}",
         code="HRT-2301",
-        fix="`halogen pull NAME` brings a known model or `hf:org/repo`; a path to a file works too",
+        fix=meant + "`halogen pull NAME` brings a known model or `hf:org/repo`; a path works too",
     )
 
 

@@ -50,10 +50,13 @@ def _is_whole(model: KnownModel, file: Path, progress: Progress) -> bool:
     return _sha256(file, progress, f"checking {model.file}") == model.sha256
 
 
-def fetch_hub(model: HubModel, models_dir: Path) -> Path:
+def fetch_hub(model: HubModel, models_dir: Path, progress: Progress) -> Path:
     """Fetch a repository's safetensors, or one GGUF file (with its shards) of it."""
     from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # what it retries is not worth a line; how it ends, we say
+    progress(f"asking the hub for {model.repo}", 0, 0)
     directory = model.directory(models_dir)
     try:
         if model.file is None:
@@ -64,7 +67,7 @@ def fetch_hub(model: HubModel, models_dir: Path) -> Path:
         snapshot_download(
             model.repo, revision=model.revision, local_dir=directory, allow_patterns=patterns
         )
-    except ModelError:
+    except (ModelError, PermissionError):
         raise
     except Exception as exc:  # the client raises those of its HTTP library too
         raise _unreachable(f"hf:{model.repo}", str(exc).strip().partition("\n")[0]) from exc

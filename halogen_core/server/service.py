@@ -32,13 +32,15 @@ class Service:
     metrics: Metrics
     created: int = attrs.field(factory=lambda: int(time.time()))
     draining: bool = False
+    loaded: float = 0.0
+    """Share of the weights that is on the device, 0 to 1."""
     _engine: EngineClient | None = None
 
     @property
     def engine(self) -> EngineClient:
         """The engine; raises `EngineUnavailable` while it loads for the first time."""
         if self._engine is None:
-            raise EngineUnavailable("the engine is loading")
+            raise EngineUnavailable(f"the engine is loading: {self.loaded:.0%}")
         return self._engine
 
     def engine_started(self, engine: EngineClient) -> None:

@@ -7,6 +7,7 @@ import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
@@ -217,8 +218,10 @@ def _say_what_runs(service: Service) -> None:
     info = service.engine.info
     log.info("using device: %s (backend %s)", info.device, info.backend)
     log.info("KV pool: %d blocks of %d tokens, %s", info.num_blocks, info.block_size, info.kv_dtype)
-    for op, where in sorted(info.placement.items()):
-        log.info("op %s: %s", op, where)
+    for where, ops in groupby(
+        sorted(info.placement, key=info.placement.__getitem__), info.placement.__getitem__
+    ):
+        log.info("ops %s: %s", where, ", ".join(ops))
     for reason in info.reasons:
         log.info("plan: %s", reason)
 

@@ -107,6 +107,21 @@ def test_a_failed_start_says_why(tmp_path):
     asyncio.run(main())
 
 
+def test_it_tells_how_much_is_loaded(tiny_gguf):
+    heard = []
+
+    async def main():
+        options = engine_options(tiny_gguf)
+        engine = await ProcessEngine.start(options, progress=lambda *now: heard.append(now))
+        await engine.close()
+
+    asyncio.run(main())
+    shares = [done / total for done, total in heard]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert 1 < len(shares) <= 101
+
+
 def test_drain_lets_the_running_end_and_refuses_new(tiny_gguf):
     async def main():
         async with running(tiny_gguf) as engine:

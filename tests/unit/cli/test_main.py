@@ -1,5 +1,6 @@
 """The command line as a whole: quick, lazy, and errors with code and fix."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
+from halogen_core.cli import terminal
 from halogen_core.cli.main import COMMANDS, main
 from halogen_core.error_catalogue import catalogue
 from halogen_core.plugins import PluginRegistry
@@ -92,3 +94,53 @@ def test_plugins_are_not_loaded_for_known_commands(monkeypatch):
 
     monkeypatch.setattr(PluginRegistry, "discover", refuse)
     assert halogen("explain").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("smolm2-135m", "HRT-2301", "did you mean `smollm2-135m`?"),
+        ("models/none.gguf", "HRT-2301", "/models/none.gguf`"),
+        ("/no/where", "HRT-2301", "there is no file or directory `/no/where`"),
+    ],
+)
+def test_a_model_that_is_not_there(name, code, said, tmp_path):
+    flags = ["--models-dir", str(tmp_path), "--model", name]
+    done = CliRunner().invoke(main, ["run", *flags, "hi"])
+    assert done.exit_code == 2
+    assert code in done.stderr
+    assert said in done.stderr
+
+
+def test_a_models_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(main, ["pull", "--models-dir", str(tmp_path / "file" / "models")])
+    assert done.exit_code == 2
+    assert "HRT-2305" in done.stderr
+    assert "Not a directory" in done.stderr
+
+
+def test_ctrl_c_ends_any_command_with_130(monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    command = importlib.import_module("halogen_core.cli.explain").command
+    monkeypatch.setattr(command, "callback", interrupted)
+    assert CliRunner().invoke(main, ["explain"]).exit_code == 130
+
+
+def test_without_a_terminal_loading_is_a_line_now_and_then(monkeypatch, caplog):
+    now = iter((0.0, 1.0, 6.0, 6.0, 7.0))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
+    caplog.set_level("INFO")
+    with terminal.loading_shown() as show:
+        for share in (0.1, 0.5, 0.6):
+            show(share)
+    assert [record.getMessage() for record in caplog.records] == ["loading: 50 %"]
+
+
+def test_tables_fit_a_small_terminal():
+    done = CliRunner().invoke(main, ["simulate", "capacity", "--rates", "1", "--duration", "5"])
+    assert done.exit_code == 0
+    assert "preempted" in done.output
+    assert "…" not in done.output

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from importlib import metadata
+from pathlib import Path
 
 import attrs
 import pytest
@@ -52,7 +53,15 @@ def test_a_known_model_is_found_once_pulled(models):
     assert "smollm2-135m" in models_on_disk(models)
 
 
-@pytest.mark.parametrize("name", ["nope", "smollm2", "../../etc/nope", "/nowhere/x.gguf", ""])
+@pytest.mark.parametrize("name", ["../../etc/nope", "/nowhere/x.gguf", "x.gguf"])
+def test_a_path_that_leads_nowhere_is_told_whole(models, name):
+    with pytest.raises(ModelError) as failure:
+        resolve_model(name, models)
+    assert failure.value.code == "HRT-2301"
+    assert f"`{Path(name).absolute()}`" in failure.value.message
+
+
+@pytest.mark.parametrize("name", ["nope", "smollm2", ""])
 def test_unknown_names_list_what_there_is(models, name):
     write_llama(models / "own.gguf")
     with pytest.raises(ModelError) as failure:

@@ -72,7 +72,7 @@ def test_while_it_loads_it_lives_and_says_so(hello, tokenizer):
             await client.get("/v1/models"),
         ):
             assert response.status_code == 503
-            assert "loading" in response.json()["error"]["message"]
+            assert "loading: 0%" in response.json()["error"]["message"]
             assert "retry-after" in response.headers
         assert "halogen_ready 0.0" in (await client.get("/metrics")).text
         go.set()
