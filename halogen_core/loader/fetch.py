@@ -7,6 +7,7 @@ before an interruption is used again.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import subprocess
 import sys
@@ -53,9 +54,9 @@ def _is_whole(model: KnownModel, file: Path, progress: Progress) -> bool:
 def fetch_hub(model: HubModel, models_dir: Path, progress: Progress) -> Path:
     """Fetch a repository's safetensors, or one GGUF file (with its shards) of it."""
     from huggingface_hub import list_repo_files, snapshot_download
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # what it retries is not worth a line; how it ends, we say
+    # what it retries is not worth a line; how it ends, we say
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     progress(f"asking the hub for {model.repo}", 0, 0)
     directory = model.directory(models_dir)
     try:
