@@ -23,6 +23,12 @@ class Settings:
     @classmethod
     def of(cls, options: BackendOptions) -> Settings:
         """Raises ConfigError (HRT-3603) for an unknown key or value."""
+        if options.device not in (None, "cpu_ggml", "cpu_ggml:0", "ggml", "ggml:0"):
+            raise ConfigError(
+                f"device is `{options.device}`; `cpu_ggml` has only `cpu_ggml:0`",
+                code="HRT-3603",
+                fix="leave --device out",
+            )
         extra = dict(options.extra)
         threads = options.threads or usable_threads()
         _choice(extra, "dtype", ("f32",))

@@ -64,6 +64,8 @@ def test_what_cannot_be_is_refused():
         b.kv_export(kv, [2])
     with pytest.raises(ConfigError):
         Settings.of(BackendOptions(extra={"kernel": "avx2"}))
+    with pytest.raises(ConfigError, match="has only `cpu_ggml:0`"):
+        Settings.of(BackendOptions(device="cpu_ggml:7"))
 
 
 def test_threads_follow_the_cgroup(tmp_path):
