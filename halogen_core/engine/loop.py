@@ -42,8 +42,8 @@ class Steppable(Protocol):
 class EngineLoop:
     """Runs `engine` until stopped or until a step fails for good.
 
-    `deliver` receives outputs and `failed` the exception that ended the loop, both in the loop's
-    thread.
+    `deliver` receives outputs, `failed` the exception that ended the loop, and `after_step` the
+    number of steps done; all in the loop's thread.
     """
 
     def __init__(
@@ -51,10 +51,12 @@ class EngineLoop:
         engine: Steppable,
         deliver: Callable[[list[TokenOutput]], None],
         failed: Callable[[BaseException], None],
+        after_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._failed = failed
+        self._after_step = after_step
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
         self.steps = 0
@@ -132,6 +134,7 @@ class EngineLoop:
         self.steps += 1
         if outputs:
             self._deliver(outputs)
+        self._after_step(self.steps)
 
     def _step_with_retries(self) -> list[TokenOutput]:
         for _ in range(MAX_TRANSIENT_RETRIES):

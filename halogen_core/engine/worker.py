@@ -21,6 +21,7 @@ import msgspec
 from halogen_core.engine import wire
 from halogen_core.engine.building import build_engine
 from halogen_core.engine.engine import Engine
+from halogen_core.engine.garbage import SetAside
 from halogen_core.engine.loop import EngineLoop
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import GenerateRequest
@@ -55,7 +56,10 @@ class Worker:
             self._finish(writer)
             return 1
         self._loop = EngineLoop(
-            self._engine, lambda outputs: self._send(wire.Outputs(outputs)), self._fail
+            self._engine,
+            lambda outputs: self._send(wire.Outputs(outputs)),
+            self._fail,
+            SetAside().after_step,
         )
         self._send(wire.Ready(self._engine.info))
         threading.Thread(target=self._read, name="halogen-reader", daemon=True).start()

@@ -1,0 +1,27 @@
+"""Python's cycle collector, kept from walking the whole heap between two steps.
+
+A full collection visits every object there is: with a million cached blocks it takes three
+seconds. Here what survives a young collection is set aside (`gc.freeze`), so that no collection
+ever sees more than a few hundred steps' worth. Reference counts free what was set aside as
+usual; only cycles among it would stay for good, and requests make none (a test counts them).
+"""
+
+from __future__ import annotations
+
+import gc
+
+EVERY_STEPS = 256
+
+
+class SetAside:
+    """For a process whose only work is the engine: the collector belongs to all of it."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+    def after_step(self, num_steps: int) -> None:
+        """Called after every step; now and then collects what is young and keeps the rest."""
+        if num_steps % EVERY_STEPS == 0:
+            gc.collect(1)
+            gc.freeze()
