@@ -184,7 +184,7 @@ def _plugin_options(config: Config) -> Any:
 
 
 def _open(config: Config, registry: Any, *, ahead: bool = False) -> Backend[Any]:
-    from halogen_core.plugins import create_backend, select
+    from halogen_core.plugins import create_backend, install_packs, select
     from halogen_core.spi import BackendOptions
 
     engine = config.engine
@@ -205,7 +205,9 @@ def _open(config: Config, registry: Any, *, ahead: bool = False) -> Backend[Any]
         cache_dir=str(config.paths.cache_dir),
         extra=dict(engine.backend_option),
     )
-    return create_backend(candidate, options)
+    backend = create_backend(candidate, options)
+    install_packs(registry, candidate.spec.name, backend)
+    return backend
 
 
 def ahead_candidate(registry: Any, name: str) -> Any:

@@ -25,7 +25,13 @@ from halogen_core.kv.tiers import Tier, Tiers
 from halogen_core.kv.tree import ReuseRules
 from halogen_core.loader import load_tokenizer, open_model
 from halogen_core.models import Decoder, config_of, kv_spec
-from halogen_core.plugins import PluginOptions, PluginRegistry, create_backend, select
+from halogen_core.plugins import (
+    PluginOptions,
+    PluginRegistry,
+    create_backend,
+    install_packs,
+    select,
+)
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.pacing import block_seconds
 from halogen_core.scheduler.policies import scheduling_policy
@@ -66,6 +72,7 @@ def build_engine(
     config = config_of(checkpoint, [spec for _, spec in architectures])
     backend = create_backend(candidate, _backend_options(options))
     try:
+        install_packs(registry, candidate.spec.name, backend)
         return assemble_engine(
             options,
             backend,

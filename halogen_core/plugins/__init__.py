@@ -2,6 +2,7 @@
 
 from halogen_core.plugins.loading import Plugin, PluginOptions, PluginRegistry, PluginStatus
 from halogen_core.plugins.manifest import Manifest
+from halogen_core.plugins.packs import install_packs
 from halogen_core.plugins.selection import Candidate, candidates, create_backend, select
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "PluginStatus",
     "candidates",
     "create_backend",
+    "install_packs",
     "select",
 ]

@@ -6,12 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.errors import ConfigError
+from halogen_core.spi.abilities import KernelPack
 from halogen_core.spi.backend import Capabilities, Replay
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import (
@@ -41,6 +43,7 @@ from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
 from halogen_core.torch_backend.ops import TorchOps
+from halogen_core.torch_backend.packs import serve
 from halogen_core.torch_backend.signatures import refusals
 from halogen_core.torch_backend.step import upload_step
 
@@ -86,6 +89,7 @@ class TorchBackend:
             WeakValueDictionary()
         )
         self._ops = self._make_ops()
+        self._packs: dict[str, KernelPack] = {}
         # on an accelerator (H200) one of ten tiny models differed, so the claim is the host's alone
         host = self.device.type == "cpu"
         self._claims_invariance = self.invariant and host and claim_holds(self._ops, self.device)
@@ -217,6 +221,14 @@ class TorchBackend:
     def counters(self) -> Telemetry:
         return Telemetry(gauges={"static_bytes": float(self._held_static)})
 
+    # -- kernel packs
+
+    def install(self, pack: KernelPack) -> None:
+        """Let `pack` serve its op where it can."""
+        own = getattr(self._ops, pack.op)
+        setattr(self._ops, pack.op, serve(pack, own, _NAMES[self.dtype]))
+        self._packs[pack.op] = pack
+
     # -- own
 
     def _make_ops(self) -> TorchOps:
@@ -247,6 +259,14 @@ class TorchBackend:
         return DTYPES[asked]
 
     def _place(self, op: str) -> Placement:
+        own = self._own_place(op)
+        pack = self._packs.get(op)
+        if pack is None:
+            return own
+        reason = f"`{pack.name}` within its conditions, else {own.implementation}"
+        return attrs.evolve(own, implementation=pack.name, reasons=(reason, *own.reasons))
+
+    def _own_place(self, op: str) -> Placement:
         kind = type(self._ops)
         owner = next(cls for cls in kind.__mro__ if op in vars(cls))
         plain = owner.__module__.startswith(__package__)

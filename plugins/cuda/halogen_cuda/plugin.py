@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from halogen_core.spi import BackendSpec, ProbeContext, ProbeResult, hookimpl
+from collections.abc import Iterable
+
+from halogen_core.spi import BackendSpec, OpImplementation, ProbeContext, ProbeResult, hookimpl
 
 NAME = "cuda"
 
@@ -27,3 +29,12 @@ def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:
     from halogen_cuda.probe import probe
 
     return probe(context)
+
+
+@hookimpl
+def halogen_ops(backend: str) -> Iterable[OpImplementation]:
+    if backend != NAME:
+        return []
+    from halogen_triton.flash_attn_pack import offers
+
+    return offers(NAME)

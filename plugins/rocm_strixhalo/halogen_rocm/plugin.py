@@ -8,6 +8,7 @@ from halogen_core.spi import (
     BackendSpec,
     DoctorContext,
     Finding,
+    OpImplementation,
     ProbeContext,
     ProbeResult,
     hookimpl,
@@ -43,3 +44,12 @@ def halogen_doctor_checks(context: DoctorContext) -> Iterable[Finding]:
     from halogen_rocm.doctor import findings
 
     return list(findings(context))
+
+
+@hookimpl
+def halogen_ops(backend: str) -> Iterable[OpImplementation]:
+    if backend != NAME:
+        return []
+    from halogen_triton.flash_attn_pack import offers
+
+    return offers(NAME)

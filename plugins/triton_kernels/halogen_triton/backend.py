@@ -19,6 +19,7 @@ from halogen_core.spi import (
     Capabilities,
     ConfigError,
     KernelCounts,
+    KernelPack,
     KVBlocks,
     KVCache,
     KVLayout,
@@ -40,7 +41,16 @@ from halogen_core.spi import (
     TorchBackend,
     WeightRole,
 )
-from halogen_triton import autotune, capture, interpreter, kernel_cache, kv, launch, tuned
+from halogen_triton import (
+    autotune,
+    capture,
+    flash_attn_pack,
+    interpreter,
+    kernel_cache,
+    kv,
+    launch,
+    tuned,
+)
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked
 from halogen_triton.ops import TritonOps
@@ -56,7 +66,7 @@ class TritonBackend(TorchBackend):
     """A torch device that runs Triton kernels. Subclasses give the device and its memory."""
 
     option_keys: ClassVar[tuple[str, ...]] = (
-        *("dtype", "flash_threshold", "graphs", "pdl", "buckets", "graph_mib"),
+        *("dtype", "flash_threshold", "graphs", "pdl", "buckets", "graph_mib", "attention"),
     )
     invariant_ops_class = None
 
@@ -79,6 +89,7 @@ class TritonBackend(TorchBackend):
         self._graph_pool: Any = None
         self._captured = 0
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
+        self._attention = _attention_choice(extra.get("attention", "auto"))
         self._buckets = capture.buckets(extra.get("buckets"))
         self._graph_bytes = _whole("graph_mib", extra.get("graph_mib", GRAPH_BYTES >> 20)) << 20
         # the interpreter compiles nothing
@@ -100,7 +111,7 @@ class TritonBackend(TorchBackend):
         return attrs.evolve(
             super().capabilities(),
             weight_formats=formats,
-            kv_block_sizes=kv.BLOCK_SIZES,
+            kv_block_sizes=tuple(sorted(kv.BLOCK_SIZES, key=self._awkward)),
             graph_capture=self._graphs,
             # no atomics, no races: the same step gives the same bits
             deterministic=True,
@@ -108,6 +119,14 @@ class TritonBackend(TorchBackend):
             unified_memory=False,
             extra={"tuning": f"{self.tuning.arch}: {self.tuning.source}"},
         )
+
+    def _awkward(self, block_size: int) -> bool:
+        """Whether the attention asked for cannot use such blocks."""
+        return self._attention == "flash-attn" and bool(block_size % flash_attn_pack.PAGE)
+
+    def install(self, pack: KernelPack) -> None:
+        if self._attention != "triton" or pack.op != "attention":
+            super().install(pack)
 
     def supports(self, signature: OpSignature) -> Support:
         reasons = []
@@ -298,6 +317,23 @@ class TritonBackend(TorchBackend):
 
     def _make_ops(self) -> TritonOps:
         return TritonOps(self.dtype, self.tuning, self.device)
+
+
+def _attention_choice(value: str) -> str:
+    """Whose attention: `auto`, `triton` or `flash-attn`; raises `ConfigError`."""
+    if value not in ("auto", "triton", "flash-attn"):
+        raise ConfigError(
+            f"backend option `attention` is `{value}`; allowed are auto, triton, flash-attn",
+            code="HRT-3413",
+            fix="check --backend-option attention=...",
+        )
+    if value == "flash-attn" and not flash_attn_pack.installed():
+        raise ConfigError(
+            "attention by flash-attn was asked for, and flash-attn is not installed",
+            code="HRT-3413",
+            fix="pip install 'halogen-cuda[flash-attn]', or leave the option out",
+        )
+    return value
 
 
 def _whole(key: str, value: str | int) -> int:

@@ -25,7 +25,7 @@ _STORAGE = {
     "f8_e5m2": torch.uint8,
     "q8_0": torch.int8,
 }
-BLOCK_SIZES = (64, 32, 16, 128)
+BLOCK_SIZES = (64, 32, 16, 128, 256)
 LAYOUT_ID = "triton/L,N,2,H,B,D"
 
 

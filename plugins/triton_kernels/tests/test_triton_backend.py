@@ -40,7 +40,7 @@ def triton_backend(**extra):
     return TritonBackend(options, tuning=SMALL, device=DEVICE)
 
 
-def open_runner(backend, checkpoint, dtype="f32"):
+def open_runner(backend, checkpoint, dtype="f32", block_size=16):
     config = config_of(checkpoint)
     decoder = Decoder.load(config, checkpoint, backend)
     heads = config.layers[0].attention
@@ -50,6 +50,7 @@ def open_runner(backend, checkpoint, dtype="f32"):
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             dtype=dtype,
+            block_size=block_size,
         )
     )
     return Runner(backend, decoder, backend.kv_alloc(layout, 12))
