@@ -34,15 +34,14 @@ INLINE vf kv_at(const int64_t type, const uint8_t *p, int64_t i) {
 static const uint8_t *k_tile_at(const tile *t, int64_t head, int64_t key) {
     const hx_pool *pool = &t->p->pool;
     int64_t block = t->table[key / pool->block];
-    return pool->k
-        + ((block * pool->hkv + head) * (pool->block / TILE) + key % pool->block / TILE)
-        * pool->k_tile;
+    return hx_block(pool, pool->k, block)
+        + (head * (pool->block / TILE) + key % pool->block / TILE) * pool->k_tile;
 }
 
 static const uint8_t *v_row_at(const tile *t, int64_t key) {
     const hx_pool *pool = &t->p->pool;
     int64_t block = t->table[key / pool->block];
-    return pool->v + ((block * pool->hkv + t->head) * pool->block + key % pool->block) * pool->v_row;
+    return hx_block(pool, pool->v, block) + (t->head * pool->block + key % pool->block) * pool->v_row;
 }
 
 // ---------------------------------------------------------------- scores of 16 keys

@@ -140,8 +140,8 @@ static const int KV_BYTES[] = {4, 2, 2, 1, 1};
 // K of one token and head: a column of its tile [dp][16] (q8_0: scales [dp / 32][16] behind)
 static void store_k(const hx_pool *pool, int64_t slot, int64_t head, const float *x) {
     int64_t block = slot / pool->block, at = slot % pool->block, size = KV_BYTES[pool->type];
-    uint8_t *tile = pool->k
-        + ((block * pool->hkv + head) * (pool->block / TILE) + at / TILE) * pool->k_tile;
+    uint8_t *tile = hx_block(pool, pool->k, block)
+        + (head * (pool->block / TILE) + at / TILE) * pool->k_tile;
     at %= TILE;
     if (pool->type == HX_KV_Q8_0) {
         for (int64_t b = 0; b < pool->d / 32; b++) {
@@ -158,7 +158,7 @@ static void store_k(const hx_pool *pool, int64_t slot, int64_t head, const float
 // V of one token and head: a row [dp] (q8_0: scales [dp / 32] behind)
 static void store_v(const hx_pool *pool, int64_t slot, int64_t head, const float *x) {
     int64_t block = slot / pool->block, at = slot % pool->block, size = KV_BYTES[pool->type];
-    uint8_t *row = pool->v + ((block * pool->hkv + head) * pool->block + at) * pool->v_row;
+    uint8_t *row = hx_block(pool, pool->v, block) + (head * pool->block + at) * pool->v_row;
     if (pool->type == HX_KV_Q8_0) {
         for (int64_t b = 0; b < pool->d / 32; b++) {
             uint16_t d = f32_f16(q8_codes(x + b * 32, (int8_t *)row + b * 32));

@@ -8,6 +8,7 @@
 #define QK 32             // elements per activation block
 #define XROW 52           // bytes of one row's activation block: 32 codes, d, -sum, d*sum, 2 half -sums
 #define CHUNK 256         // keys per attention chunk, aligned to absolute positions
+#define GROUP 16          // blocks of all layers that lie together
 #define MAX_R 12          // rows computed together
 
 enum hx_format {
@@ -97,7 +98,13 @@ typedef struct {
     uint8_t *k, *v; // of one layer
     int64_t type, block, hkv, d, dp;
     int64_t k_tile, v_row; // bytes of a K tile (16 tokens of one head) and of a V row
+    int64_t group;         // bytes from one group of blocks to the next
 } hx_pool;
+
+// A block's K or V, all heads.
+static inline uint8_t *hx_block(const hx_pool *pool, uint8_t *side, int64_t block) {
+    return side + block / GROUP * pool->group + block % GROUP * (pool->hkv * pool->block * pool->v_row);
+}
 
 typedef struct {
     const hx_step *step;

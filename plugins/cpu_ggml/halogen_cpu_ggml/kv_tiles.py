@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.spi import KVBlocks, KVLayout, KVSpec, kv_block_shape
-from halogen_cpu_ggml.native import KV_TYPES, TILE, Pool
+from halogen_cpu_ggml.native import GROUP, KV_TYPES, TILE, Pool
 from halogen_cpu_ggml.tiles import huge_zeros
 
 LAYOUT = "tiles-1"
@@ -38,7 +38,9 @@ def block_bytes(spec: KVSpec) -> int:
 
 @attrs.define(eq=False)
 class TilePool:
-    """uint8 [L, 2, N, Hkv, B * row]: per head K tiles [B / 16][D][16], or V rows [B][D].
+    """uint8 [N / 16, L, 2, 16, Hkv, B * row]: per head K tiles [B / 16][D][16], or V rows [B][D].
+
+    16 blocks of all layers lie together, so few tokens touch few (huge) pages.
 
     q8_0: a K tile has its scales [D / 32][16] behind, a V row its [D / 32].
     """
@@ -52,7 +54,8 @@ class TilePool:
     def allocate(cls, layout: KVLayout, num_blocks: int) -> TilePool:
         spec = layout.spec
         width = spec.block_size * row_bytes(spec)
-        shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, width)
+        groups = -(-num_blocks // GROUP)
+        shape = (groups, spec.num_layers, 2, GROUP, spec.num_kv_heads, width)
         return cls(layout, huge_zeros(int(np.prod(shape))).reshape(shape))
 
     def pool(self, layer: int) -> Pool:
@@ -60,8 +63,8 @@ class TilePool:
         spec = self.layout.spec
         row = row_bytes(spec)
         return Pool(
-            k=self.data[layer, 0].ctypes.data,
-            v=self.data[layer, 1].ctypes.data,
+            k=self.data[0, layer, 0].ctypes.data,
+            v=self.data[0, layer, 1].ctypes.data,
             type=KV_TYPES[spec.dtype],
             block=spec.block_size,
             hkv=spec.num_kv_heads,
@@ -69,26 +72,34 @@ class TilePool:
             dp=padded_head(spec),
             k_tile=TILE * row,
             v_row=row,
+            group=self.data.strides[0],
         )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
-            self.data[:, :, target] = self.data[:, :, source]
+            to, at = divmod(target, GROUP), divmod(source, GROUP)
+            self.data[to[0], :, :, to[1]] = self.data[at[0], :, :, at[1]]
+
+    def _gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """A copy of blocks, [L, 2, n, Hkv, B * row]."""
+        group, at = np.divmod(np.asarray(blocks, np.int64), GROUP)
+        return np.ascontiguousarray(self.data[group, :, :, at].transpose(1, 2, 0, 3, 4))
 
     def export(self, blocks: Sequence[int]) -> KVBlocks:
         out = np.empty(kv_block_shape(self.layout.spec, len(blocks)), np.uint8)
-        stored = self.data[:, :, list(blocks)]
+        stored = self._gather(blocks)
         for side in (0, 1):
             for inside, outside in self._pairs(stored[:, side], out[:, :, side], side):
                 outside[...] = inside.transpose(OUTWARD)
         return KVBlocks(spec=self.layout.spec, data=out)
 
     def load(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
-        stored = self.data[:, :, list(blocks)]
+        stored = self._gather(blocks)
         for side in (0, 1):
             for inside, outside in self._pairs(stored[:, side], data[:, :, side], side):
                 inside.transpose(OUTWARD)[...] = outside
-        self.data[:, :, list(blocks)] = stored
+        group, at = np.divmod(np.asarray(blocks, np.int64), GROUP)
+        self.data[group, :, :, at] = stored.transpose(2, 0, 1, 3, 4)
 
     def _pairs(
         self, stored: NDArray[np.uint8], canonical: NDArray[np.uint8], side: int

@@ -25,7 +25,7 @@ FLOAT_FORMATS = ("F32", "F16", "BF16")
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "f8_e5m2": 3, "q8_0": 4}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES = 32, 52
-CHUNK, MOST_ROWS, TILE = 256, 12, 16
+CHUNK, MOST_ROWS, TILE, GROUP = 256, 12, 16, 16
 LONGEST_HEAD = 1024
 MOST_PARTS = 4
 """Stacks of experts in one product."""
@@ -58,7 +58,7 @@ class Pool(C.Structure):
 
     _fields_ = [
         *_pointers("k", "v"),
-        *((n, _L) for n in ("type", "block", "hkv", "d", "dp", "k_tile", "v_row")),
+        *((n, _L) for n in ("type", "block", "hkv", "d", "dp", "k_tile", "v_row", "group")),
     ]
 
 
