@@ -12,7 +12,7 @@ from halogen_ascend.sim.timeline import OpSpan
 
 _ROW, _LEFT, _WIDTH, _TOP = 9, 74, 1100, 46
 _COLOURS = (
-    *("#4472c4", "#d9782d", "#5a9e4b", "#b5485d", "#7a5fb0", "#3a9aa8", "#a38431", "#7f7f7f"),
+    *("#4472c4", "#d9782d", "#5a9e4b", "#b5485d", "#7a5fb0", "#3a9aa8", "#a38431", "#c23b9b"),
     *("#e0a3c8", "#1d3557", "#b7c94b", "#8c564b"),
 )
 
@@ -104,6 +104,6 @@ def _legend(spans: Sequence[OpSpan], names: list[str], y: int, total: float) -> 
         colour = _COLOURS[index % len(_COLOURS)]
         out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
         out.append(f'<text x="{x + 14}" y="{y + 9}">{escape(text)}</text>')
-        x += 24 + 7 * len(text)
+        x += 22 + 6 * len(text)
     out.append(f'<text x="8" y="{y + 30}">{total * 1e6:.1f} us simulated; grey is idle</text>')
     return out

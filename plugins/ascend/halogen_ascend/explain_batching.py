@@ -14,7 +14,7 @@ from halogen_ascend.options import SimOptions, sim_options
 from halogen_ascend.scheduling.arrivals import bursty, poisson
 from halogen_ascend.scheduling.serve import Outcome, serve_continuously, serve_statically
 from halogen_ascend.scheduling.window import BatchBudget, BatchWindow
-from halogen_ascend.sim.idle import IDLE_AFTER_S, IDLE_SHARE, RAMP_S
+from halogen_ascend.sim.idle import IdleClock
 from halogen_core.spi import BackendOptions, StepShape
 
 _ARRIVALS = {"poisson": poisson, "bursty": bursty}
@@ -44,7 +44,7 @@ def explain_batching_command(
     options = sim_options(BackendOptions(device=device))
     model = shape_called(shape)
     advice = advice_for(options, model)
-    step = step_seconds(advice, boost=bool(knobs["idle_frequency_boost"]))
+    boost = bool(knobs["idle_frequency_boost"])
     free = options.part.usable_bytes - advice.weight_bytes
     budget = BatchBudget(
         kv_tokens=int(max(free, 0) * 0.9 / advice.kv_bytes_per_token),
@@ -56,9 +56,15 @@ def explain_batching_command(
     click.echo(
         f"{'batching':<12}{'window ms':>10}{'busy':>7}{'rows':>7}{'TTFT p50':>10}{'p99 s':>8}"
     )
-    _row("static", window, serve_statically(given, window, budget, step))
-    _row("continuous", floor, serve_continuously(given, floor, budget, step))
-    _row("continuous", window, serve_continuously(given, window, budget, step))
+    for name, serve, waits in (
+        ("static", serve_statically, window),
+        ("continuous", serve_continuously, floor),
+        ("continuous", serve_continuously, window),
+    ):
+        clock = IdleClock(boost=boost)
+        _row(name, waits, serve(given, waits, budget, step_seconds(advice, clock)))
+    if boost:
+        click.echo(f"{clock.heartbeats} empty launches kept the clock up")
 
 
 def advice_for(options: SimOptions, model: Shape) -> Advice:
@@ -78,17 +84,13 @@ def advice_for(options: SimOptions, model: Shape) -> Advice:
     )
 
 
-def step_seconds(advice: Advice, *, boost: bool) -> Callable[[StepShape, float], float]:
-    """Device time of a step; after a long pause the clock is down, without the boost."""
-    ended, slow_until = [0.0], [0.0]
+def step_seconds(advice: Advice, clock: IdleClock) -> Callable[[StepShape, float], float]:
+    """Device time of a step, at the clock that the pause before it left."""
 
     def seconds(shape: StepShape, now: float) -> float:
-        if not boost and now - ended[0] > IDLE_AFTER_S:
-            slow_until[0] = now + RAMP_S
-        share = IDLE_SHARE if now < slow_until[0] else 1.0
-        took = advice.device_seconds(shape) / share
+        took = advice.device_seconds(shape) / clock.share(now)
         advice.observe(shape, took)
-        ended[0] = now + took
+        clock.worked(now + took)
         return took
 
     return seconds

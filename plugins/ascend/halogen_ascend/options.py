@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,11 @@ from halogen_ascend.sim.memory import POOLS
 from halogen_ascend.sim.profiles import Profile, profile, restrict
 from halogen_core.spi import BackendOptions, ConfigError
 
+log = logging.getLogger(__name__)
+
 DTYPES = ("f16", "bf16", "f32")
+ROPE_ALIGN = 128
+"""Bytes; the field notes' figure, a multiple of the part's own granule of 32."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +35,7 @@ class SimOptions:
     """Decode batch sizes with a captured step; empty switches capture off."""
     pools: Mapping[str, int] = attrs.field(factory=dict)
     launch_s: float = 5e-6
-    rope_align: int = 128
+    rope_align: int = ROPE_ALIGN
     blocking: bool = False
     faults: tuple[Fault, ...] = ()
     threads: int = 1
@@ -77,6 +82,13 @@ def _check(made: SimOptions) -> None:
         raise _wrong("kv_split", made.kv_split, "0 or more KV blocks per task")
     if made.rope_align < 4 or made.rope_align & (made.rope_align - 1):
         raise _wrong("rope_align", made.rope_align, "a power of two of at least 4 bytes")
+    if made.rope_align < ROPE_ALIGN:
+        log.warning(
+            "rope_align is %d: rows of the cos/sin table are not aligned to %d bytes, which costs "
+            "the real device; leave the option out",
+            made.rope_align,
+            ROPE_ALIGN,
+        )
 
 
 def _read(key: str, text: str, reader: Callable[[str], Any], allowed: str) -> Any:

@@ -100,6 +100,14 @@ def test_layered_formats_reach_the_device_and_the_answer(original, tmp_path):
     assert not np.array_equal(want, got)
 
 
+def test_rope_rows_that_are_not_aligned_are_warned_of(caplog):
+    with caplog.at_level("WARNING", "halogen_ascend"):
+        open_sim(rope_align=128)
+        assert not caplog.records
+        open_sim(rope_align=64)
+    assert "not aligned to 128 bytes" in caplog.text
+
+
 def test_rope_rows_are_aligned(backend):
     from ascend_steps import Config
     from ascend_steps import Decoder as Tiny

@@ -5,8 +5,9 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import attrs
+import numpy as np
 import pytest
-from ascend_steps import BLOCK
+from ascend_steps import BLOCK, open_sim
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,27 @@ def test_what_cannot_be_explained_is_refused(arguments, words):
     done = CliRunner().invoke(explain_step_command, arguments)
     assert isinstance(done.exception, ConfigError)
     assert words in f"{done.exception} {done.exception.fix}"
+
+
+def test_nothing_is_kept_of_a_step_that_nobody_watches():
+    backend = open_sim()
+    x = backend.upload(np.ones((4, 16), np.float32))
+    backend.ops.add(x, x)
+    line = backend.device.timeline
+    assert (line.spans, line.launches) == ([], 1)
+    line.watching = True
+    backend.ops.add(x, x)
+    assert [span.op for span in line.spans] == ["add"]
+    assert 0 < backend.counters().gauges["core_utilisation"] <= 1
+
+
+@pytest.mark.parametrize("context", [32 << 10, 128 << 10])
+def test_a_long_context_is_planned_within_its_bytes(context):
+    options, shape = options_of("910B2"), shape_called("qwen3-14b")
+    told = explain_step(options, shape, StepSize(context=context)).of("attention").schedule
+    kv_bytes = 2 * context * shape.kv_heads * shape.head_dim * 2
+    assert told.hbm_bytes == kv_bytes
+    assert kv_bytes / options.part.hbm_bandwidth <= told.makespan < 2e-3
 
 
 def test_split_is_even_and_whole():

@@ -114,6 +114,18 @@ def test_a_plan_is_a_promise(backend):
         )
 
 
+def test_a_neighbour_on_the_card_gets_what_was_reserved_for_it():
+    made = open_sim("910B4")
+    layout = made.kv_layout(KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK))
+    asked = MemoryRequest(static_bytes=8 << 30, temp_bytes=0, kv_layout=layout, kv_ratio=1.0)
+    alone, shared = (made.plan(attrs.evolve(asked, host_reserve=r)) for r in (0, 10 << 30))
+    lost = (alone.num_blocks - shared.num_blocks) * layout.bytes_per_block
+    assert abs(lost - (10 << 30)) <= layout.bytes_per_block
+    assert any("reserve 10.00 GiB" in reason for reason in shared.reasons)
+    with pytest.raises(OutOfMemory, match="reserve 30.00 GiB"):
+        made.plan(attrs.evolve(asked, host_reserve=30 << 30, min_blocks=1))
+
+
 def test_a_big_pool_costs_the_host_what_is_touched():
     made = open_sim("910B1")
     layout = made.kv_layout(KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK))

@@ -10,7 +10,7 @@ from halogen_ascend.explain_batching import explain_batching_command
 from halogen_ascend.scheduling.arrivals import Arrival, bursty, poisson
 from halogen_ascend.scheduling.serve import serve_continuously, serve_statically
 from halogen_ascend.scheduling.window import BatchBudget, BatchWindow, compose
-from halogen_ascend.sim.idle import HEARTBEAT_S, IDLE_AFTER_S, IdleGovernor
+from halogen_ascend.sim.idle import HEARTBEAT_S, IDLE_AFTER_S, RAMP_S, IdleClock
 from halogen_core.spi import ConfigError, StepShape
 
 BUDGET = BatchBudget(kv_tokens=100_000, step_tokens=8192, sequences=32)
@@ -91,33 +91,30 @@ def test_continuous_beats_static_and_the_window_is_not_why(process):
 
 
 def test_what_a_window_gives_is_what_probability_says():
-    backend = loaded_backend()
     one_step = lambda shape, now: 1e-4  # noqa: E731 - so short that nothing overlaps
     alone = [Arrival(at=a.at, output_len=1) for a in poisson(5, 2000, seed=3)]
     out = serve_continuously(alone, BatchWindow(min_s=0.010), BUDGET, one_step)
     assert 1.0 < out.mean_batch < 1.10  # the notes' 89 % utilisation needs another cause
-    assert backend.cost(StepShape(prefill_tokens=1, decode_sequences=0, kv_tokens=1)) is not None
 
 
 def test_the_boost_keeps_the_clock_up_and_only_when_idle():
-    slow, fast = (IdleGovernor(open_sim().device, boost=b) for b in (False, True))
-    for governor in (slow, fast):
-        governor.worked()
-        governor.advance(HEARTBEAT_S * 0.9)
-        assert governor.heartbeats == 0
-        governor.advance(IDLE_AFTER_S * 3)
-    assert (slow.device.clock_share, fast.device.clock_share) == (0.5, 1.0)
-    assert slow.heartbeats == 0
-    assert fast.heartbeats == pytest.approx(IDLE_AFTER_S * 3 / HEARTBEAT_S, abs=1)
-    assert slow.device.now == fast.device.now
+    slow, fast = IdleClock(), IdleClock(boost=True)
+    assert [c.share(HEARTBEAT_S * 0.9) for c in (slow, fast)] == [1.0, 1.0]
+    assert fast.heartbeats == 0
+    for clock in (slow, fast):
+        clock.worked(HEARTBEAT_S)
+    later = HEARTBEAT_S + 3 * IDLE_AFTER_S
+    assert [c.share(later) for c in (slow, fast)] == [0.5, 1.0]
+    assert (slow.heartbeats, fast.heartbeats) == (0, 3 * IDLE_AFTER_S / HEARTBEAT_S)
+    slow.worked(later + RAMP_S)
+    assert slow.share(later + RAMP_S) == 1.0, "the clock is back after its ramp"
 
 
 def test_the_first_request_after_a_pause_is_slower_without_the_boost():
     def first_step(boost):
         backend = open_sim()
-        decoder = Decoder(backend)
-        governor = IdleGovernor(backend.device, boost=boost)
-        governor.advance(60.0)
+        decoder, clock = Decoder(backend), IdleClock(boost=boost)
+        backend.device.clock_share = clock.share(60.0)
         before = backend.device.now
         decoder.logits(step([([1] * 100, 0, [0])]))
         return backend.device.now - before
@@ -146,17 +143,11 @@ def test_advice_is_near_what_the_device_then_takes():
     """Predicted against simulated step time of a real little model, both from idle."""
     backend = open_sim("910B2")
     decoder = Decoder(backend)
-    for rows, context in ((64, 64), (1, 65)):
-        before = backend.device.now
-        decoder.logits(step([([1] * rows, context - rows, [0])]))
-        took = backend.device.now - before
-        shape = StepShape(
-            prefill_tokens=rows if rows > 1 else 0,
-            decode_sequences=0 if rows > 1 else 1,
-            kv_tokens=context,
-        )
-        if rows > 1:  # a captured decode saves the launches that this eager one pays
-            assert 0.4 < backend.advice.device_seconds(shape) / took < 2.5
+    before = backend.device.now
+    decoder.logits(step([([1] * 64, 0, [0])]))
+    took = backend.device.now - before
+    shape = StepShape(prefill_tokens=64, decode_sequences=0, kv_tokens=64)
+    assert 0.4 < backend.advice.device_seconds(shape) / took < 2.5
 
 
 def test_batching_is_explained():
@@ -170,3 +161,7 @@ def test_batching_is_explained():
         "continuous",
         "continuous",
     ]
+    boosted = CliRunner().invoke(
+        explain_batching_command, ["--rate", "0.05", "--seconds", "200", "--idle-frequency-boost"]
+    )
+    assert int(boosted.output.splitlines()[-1].split()[0]) > 10, "empty launches are told"

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import attrs
 
-from halogen_ascend.sim.device import SimDevice
-from halogen_ascend.sim.tasks import MicroTask, Program
-
 IDLE_AFTER_S = 10.0
 IDLE_SHARE = 0.5
 RAMP_S = 0.2
@@ -18,32 +15,26 @@ HEARTBEAT_S = 5.0
 
 
 @attrs.define(kw_only=True)
-class IdleGovernor:
-    """Moves a device's clock share as simulated time passes."""
+class IdleClock:
+    """The share of its clock that a part has, by when it worked last."""
 
-    device: SimDevice = attrs.field(kw_only=False)
     boost: bool = False
     heartbeats: int = 0
+    """Empty launches so far: one for each `HEARTBEAT_S` without work."""
     _last_work: float = 0.0
     _slow_until: float = 0.0
 
-    def advance(self, until: float) -> None:
-        """Let the device idle until `until`; heartbeats only when idle for long enough."""
-        while self.boost and until - self._last_work > HEARTBEAT_S:
-            self.device.now = max(self.device.now, self._last_work + HEARTBEAT_S)
-            beat = Program("heartbeat", [MicroTask(unit="vector", label="heartbeat")])
-            self.device.submit("heartbeat", lambda _, beat=beat: beat)  # type: ignore[misc]
-            self.heartbeats += 1
-            self._last_work = self.device.now
-        self.device.now = max(self.device.now, until)
-        if self.device.now - self._last_work > IDLE_AFTER_S:
-            self._slow_until = self.device.now + RAMP_S
-        self._set_clock()
+    def share(self, now: float) -> float:
+        """For work that starts at `now`, after a pause since the last."""
+        pause = now - self._last_work
+        if self.boost:
+            beats = int(pause / HEARTBEAT_S)
+            self.heartbeats += beats
+            self._last_work += beats * HEARTBEAT_S
+        elif pause > IDLE_AFTER_S:
+            self._slow_until = now + RAMP_S
+        return IDLE_SHARE if now < self._slow_until else 1.0
 
-    def worked(self) -> None:
-        """Work was done just now."""
-        self._last_work = self.device.now
-        self._set_clock()
-
-    def _set_clock(self) -> None:
-        self.device.clock_share = IDLE_SHARE if self.device.now < self._slow_until else 1.0
+    def worked(self, until: float) -> None:
+        """Work went on until then."""
+        self._last_work = until
