@@ -49,12 +49,14 @@ from halogen_triton import (
     kernel_cache,
     kv,
     launch,
+    packing,
     tuned,
 )
+from halogen_triton import options as chosen
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked
 from halogen_triton.ops import TritonOps
-from halogen_triton.planes import PLANE_FORMATS, Planes, concatenate, dequantise, repack
+from halogen_triton.planes import PLANE_FORMATS, Planes, dequantise, repack
 
 GRAPH_BYTES = 512 << 20
 """Set aside for captured steps: their shared pool holds one step of the largest bucket."""
@@ -89,9 +91,11 @@ class TritonBackend(TorchBackend):
         self._graph_pool: Any = None
         self._captured = 0
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
-        self._attention = _attention_choice(extra.get("attention", "auto"))
-        self._buckets = capture.buckets(extra.get("buckets"))
-        self._graph_bytes = _whole("graph_mib", extra.get("graph_mib", GRAPH_BYTES >> 20)) << 20
+        self._attention = chosen.attention(extra.get("attention", "auto"))
+        self._buckets = chosen.buckets(extra.get("buckets"))
+        self._graph_bytes = (
+            chosen.whole("graph_mib", extra.get("graph_mib", GRAPH_BYTES >> 20)) << 20
+        )
         # the interpreter compiles nothing
         compiles = not interpreter.active()
         self._watch = kernel_cache.keep(options.cache_dir, tuning.arch) if compiles else None
@@ -146,12 +150,14 @@ class TritonBackend(TorchBackend):
     # -- weights
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
+        for part in parts:
+            packing.check(part)
         quantised = [part.format in PLANE_FORMATS for part in parts]
         if not any(quantised) or role not in (
             WeightRole.LINEAR, WeightRole.EMBEDDING, WeightRole.EXPERTS,
         ):  # fmt: skip
             return self._pack_dense(parts, role)
-        payload = _join([self._pack_part(part, role) for part in parts])
+        payload = packing.join([self._pack_part(part, role) for part in parts])
         axis = 1 if role is WeightRole.EXPERTS else 0
         weight = PackedWeight[Tensor](
             payload=payload,
@@ -278,7 +284,7 @@ class TritonBackend(TorchBackend):
                 code="HRT-3407",
                 fix="set other options at the start with --backend-option",
             )
-        self.triton_ops.flash_threshold = _whole(key, value)
+        self.triton_ops.flash_threshold = chosen.whole(key, value)
 
     def remember(self, key: str, value: str) -> str:
         self.adjust(key, value)
@@ -317,56 +323,3 @@ class TritonBackend(TorchBackend):
 
     def _make_ops(self) -> TritonOps:
         return TritonOps(self.dtype, self.tuning, self.device)
-
-
-def _attention_choice(value: str) -> str:
-    """Whose attention: `auto`, `triton` or `flash-attn`; raises `ConfigError`."""
-    if value not in ("auto", "triton", "flash-attn"):
-        raise ConfigError(
-            f"backend option `attention` is `{value}`; allowed are auto, triton, flash-attn",
-            code="HRT-3413",
-            fix="check --backend-option attention=...",
-        )
-    if value == "flash-attn" and not flash_attn_pack.installed():
-        raise ConfigError(
-            "attention by flash-attn was asked for, and flash-attn is not installed",
-            code="HRT-3413",
-            fix="pip install 'halogen-cuda[flash-attn]', or leave the option out",
-        )
-    return value
-
-
-def _whole(key: str, value: str | int) -> int:
-    """A number from 0; raises `ConfigError`."""
-    if not str(value).isdigit():
-        raise ConfigError(
-            f"`{key}` is `{value}`; allowed are whole numbers from 0",
-            code="HRT-3408",
-            fix=f"check --backend-option {key}=...",
-        )
-    return int(value)
-
-
-def _join(parts: list[Tensor | Planes]) -> Tensor | Planes | Stacked:
-    """One weight of several parts: runs of one format become one weight."""
-    runs: list[list[Tensor | Planes]] = []
-    for part in parts:
-        if runs and _kind(runs[-1][0]) == _kind(part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    joined = tuple(_concatenate(run) for run in runs)
-    return joined[0] if len(joined) == 1 else Stacked(joined)
-
-
-def _kind(part: Tensor | Planes) -> str:
-    return part.format.name if isinstance(part, Planes) else "dense"
-
-
-def _concatenate(run: list[Tensor | Planes]) -> Tensor | Planes:
-    if len(run) == 1:
-        return run[0]
-    planes = [part for part in run if isinstance(part, Planes)]
-    if planes:
-        return concatenate(planes)
-    return torch.cat([part for part in run if isinstance(part, Tensor)], -2)

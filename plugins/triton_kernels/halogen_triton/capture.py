@@ -18,30 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.spi import ConfigError, Sampled, SamplingBatch, StepBatch, StepMeta
+from halogen_core.spi import Sampled, SamplingBatch, StepBatch, StepMeta
 from halogen_triton.sampling import FIELDS, DrawTensors, is_plain
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RUNS = 3
 """How often capturing calls the step: to compile, to settle, to record."""
 TABLE_WIDTHS = (32, 256, 2048, 16384, 131072)
-
-
-def buckets(text: str | None) -> tuple[int, ...]:
-    """Row counts from an option like `1,2,4,8`; raises `ConfigError`."""
-    if text is None:
-        return BUCKETS
-    try:
-        found = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        found = ()
-    if not found or found[0] < 1:
-        raise ConfigError(
-            f"backend option `buckets` is `{text}`; allowed are row counts from 1, like 1,2,4,8",
-            code="HRT-3406",
-            fix="check --backend-option buckets=...",
-        )
-    return found
 
 
 @attrs.frozen

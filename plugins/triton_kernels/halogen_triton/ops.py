@@ -19,6 +19,7 @@ from halogen_core.spi import (
     Sampled,
     StepMeta,
     TorchOps,
+    UnsupportedOp,
 )
 from halogen_triton.attention import AttentionPlan, HeadShape, Sequences, attention
 from halogen_triton.kv import payload
@@ -205,6 +206,10 @@ class TritonOps(TorchOps):
 
 
 def _heads(spec: AttentionSpec) -> HeadShape:
+    if spec.num_heads % spec.num_kv_heads:
+        raise UnsupportedOp(
+            f"{spec.num_heads} query heads do not divide over {spec.num_kv_heads} kv heads"
+        )
     return HeadShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

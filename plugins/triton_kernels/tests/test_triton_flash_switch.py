@@ -12,7 +12,8 @@ from halogen_core.engine.options import EngineOptions
 from halogen_core.models import config_of
 from halogen_core.spi import Adjustable, BackendOptions, CompilesKernels, ConfigError, Tunes
 from halogen_triton import tuned
-from halogen_triton.capture import BUCKETS, buckets
+from halogen_triton.capture import BUCKETS
+from halogen_triton.options import buckets
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_triton_backend import MODELS, item, open_runner, triton_backend
@@ -80,3 +81,21 @@ def test_bucket_lists():
     for wrong in ("", "a", "0,1", "1;2"):
         with pytest.raises(ConfigError, match="buckets"):
             buckets(wrong)
+
+
+def test_damaged_weights_and_uneven_heads_are_refused():
+    import attrs
+    import torch
+
+    from halogen_core.spi import AttentionSpec, ModelError, UnsupportedOp, WeightRole
+
+    backend = triton_backend()
+    whole = tiny(layers=1, form="Q8_0").tensor("blk.0.attn_q.weight")
+    for data in (whole.data[:-1], whole.data[:34]):
+        with pytest.raises(ModelError, match="do not fit"):
+            backend.pack([attrs.evolve(whole, data=data)], WeightRole.LINEAR)
+    runner = open_runner(backend, tiny(layers=1))
+    meta = backend.upload_step(build_step([item([1, 2], 0, 2, [0])], 16).batch)
+    spec = AttentionSpec(num_heads=3, num_kv_heads=2, head_dim=16, scale=1.0)
+    with pytest.raises(UnsupportedOp, match="3 query heads"):
+        backend.ops.attention(torch.zeros(2, 48), runner.kv, 0, meta, spec)
