@@ -2,12 +2,14 @@
 
     python benchmarks/scheduler/run.py [--json benchmarks/scheduler/result.json]
 
-Each figure is the median over interleaved rounds: ours, baseline, ours, ... Cost growth is measured
-from 1 to 4,096 sequences and from 1K to 1M blocks.
+Each figure is the median over interleaved rounds: ours, baseline, ours, ... A round of steps is
+two blocks of tokens long, so that it holds every kind of step in its proportion. Cost growth is
+measured from 1 to 4,096 sequences and from 1K to 1M blocks.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from naive import NaiveBlocks, NaiveScheduler, NaiveSequence
 
+from halogen_core.engine.garbage import EVERY_STEPS, SetAside
 from halogen_core.kv.block_pool import BlockPool
 from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.scheduler import Scheduler
@@ -25,9 +28,10 @@ from halogen_core.scheduler.sequence import Sequence
 SIZE = 16
 
 
-def timed(work, number):
+def timed(work, number, *, tidy=True):
     """Seconds per call."""
-    gc.collect()
+    if tidy:
+        gc.collect()
     gc.disable()
     began = time.thread_time()
     for _ in range(number):
@@ -35,6 +39,18 @@ def timed(work, number):
     elapsed = (time.thread_time() - began) / number
     gc.enable()
     return elapsed
+
+
+def each(work, number):
+    """Seconds of every single call."""
+    gc.collect()
+    gc.disable()
+    times = [time.thread_time()]
+    for _ in range(number):
+        work()
+        times.append(time.thread_time())
+    gc.enable()
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def interleaved(ours, baseline, *, rounds, number=1):
@@ -92,7 +108,10 @@ def naive_step(running, waiting):
 
 def step_at_256():
     return interleaved(
-        our_step(our_scheduler(256, 10_000)), naive_step(256, 10_000), rounds=9, number=30
+        our_step(our_scheduler(256, 10_000)),
+        naive_step(256, 10_000),
+        rounds=9,
+        number=2 * SIZE,
     )
 
 
@@ -162,16 +181,19 @@ def admission(waiting):
 
 
 def step_growth(counts):
-    """Per sequence and step."""
+    """Decode steps of so many sequences; `longest_us`: all of them fill a block at once."""
     rows = []
     for count in counts:
-        step = our_step(our_scheduler(count, 0, num_blocks=count * 16 + 64))
-        seconds = statistics.median(timed(step, 8) for _ in range(7))
+        step = our_step(our_scheduler(count, 0, num_blocks=count * 32 + 64))
+        row = interleaved(step, naive_step(count, 0), rounds=7, number=2 * SIZE)
+        steps = each(step, 4 * SIZE)
         rows.append(
             {
                 "sequences": count,
-                "step_us": round(seconds * 1e6, 1),
-                "per_sequence_us": round(seconds * 1e6 / count, 3),
+                **row,
+                "per_sequence_us": round(row["ours_us"] / count, 3),
+                "median_step_us": round(statistics.median(steps) * 1e6, 1),
+                "longest_us": round(max(steps) * 1e6, 1),
             }
         )
     return rows
@@ -194,8 +216,26 @@ def evict_growth(counts):
             ),
             1,
         )
-        rows.append({"blocks": count, "evict_us": round(seconds * 1e6 / share, 3)})
+        rows.append(
+            {
+                "blocks": count,
+                "evict_us": round(seconds * 1e6 / share, 3),
+                "full_collection_ms": round(timed(gc.collect, 1) * 1e3, 2),
+                "set_aside_ms": round(after_setting_aside() * 1e3, 3),
+            }
+        )
     return rows
+
+
+def after_setting_aside():
+    """A full collection as the engine's process has it, between 256 steps' worth of objects."""
+    collector = SetAside()
+    fresh = [[] for _ in range(20_000)]
+    seconds = timed(gc.collect, 1, tidy=False)
+    collector.after_step(EVERY_STEPS)
+    gc.unfreeze()
+    del fresh
+    return seconds
 
 
 def main():
@@ -205,7 +245,7 @@ def main():
     result = {
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "note": "CPU time of the thread, medians; the cores were shared with other work",
+        "note": "CPU time of the thread, medians",
         "step_256_running_10000_waiting": step_at_256(),
         "allocate_free_100_of_4096": allocate_and_free(4096),
         "allocate_free_100_of_131072": allocate_and_free(131_072),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def assemble_engine(
     """An engine over an open backend and checkpoint; `policies` are those of plugins."""
     policies = policies or Policies()
     context = _context(options, backend, config)
+    began = time.perf_counter()
     decoder = Decoder.load(config, checkpoint, backend, progress=progress)
+    load_s = time.perf_counter() - began
     layout = _kv_layout(options, backend, config)
     plan = backend.plan(_memory_request(options, decoder, layout, context))
     kv = backend.kv_alloc(layout, plan.num_blocks)
@@ -122,6 +125,8 @@ def assemble_engine(
         grammars=Grammars(lambda: load_tokenizer(checkpoint), config.vocab_size),
         info=_info(options, backend, checkpoint, config, kv, plan, context),
         end_token_ids=tuple(options.end_token_ids),
+        plan=plan,
+        load_s=load_s,
     )
 
 
@@ -144,6 +149,7 @@ def _block_pool(
         mover.kv.num_blocks,
         size,
         eviction=eviction_policy(options.eviction_policy, policies.eviction),
+        eviction_name=options.eviction_policy,
         prefix_cache=options.prefix_cache,
         rules=ReuseRules(window=window),
         pin_quota=options.pin_quota,

@@ -13,13 +13,14 @@ from typing import Any
 import attrs
 
 from halogen_core.engine.batch import BatchItem, Row, Step, build_step
+from halogen_core.engine.generation import Generation, check, generation_of, timings_of
 from halogen_core.engine.grammar import Grammars
+from halogen_core.engine.measures import StepMeasures
 from halogen_core.engine.outputs import failed, logprobs_of, prompt_logprobs, refused
 from halogen_core.engine.protocol import (
     EngineInfo,
     EngineStats,
     GenerateRequest,
-    Timings,
     TokenLogprobs,
     TokenOutput,
 )
@@ -32,23 +33,9 @@ from halogen_core.kv.salt import cache_salt
 from halogen_core.scheduler.plan import StepPlan
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence as KVSequence
-from halogen_core.spi import Adjustable
+from halogen_core.spi import Adjustable, MemoryPlan
 
 log = logging.getLogger(__name__)
-
-
-@attrs.define(eq=False)
-class Generation:
-    """What the engine remembers of one request beside its sequence."""
-
-    request: GenerateRequest
-    sampler: RowSampler
-    end_tokens: frozenset[int]
-    arrived: float
-    started: float | None = None
-    first_token: float | None = None
-    prompt_logprobs: dict[int, TokenLogprobs] = attrs.field(factory=dict)
-    reported: bool = False
 
 
 @attrs.define(eq=False)
@@ -62,9 +49,13 @@ class Engine:
     snapshots: Snapshots
     grammars: Grammars
     end_token_ids: tuple[int, ...]
+    plan: MemoryPlan
+    load_s: float
+    """Seconds that loading the weights took."""
     clock: Callable[[], float] = time.monotonic
     _ids: itertools.count[int] = attrs.field(factory=itertools.count)
     _sequences: dict[str, KVSequence] = attrs.field(factory=dict)
+    measures: StepMeasures = attrs.field(factory=StepMeasures)
     _steps: int = 0
     _wake: float | None = None
     _counters: dict[str, float] = attrs.field(factory=dict)
@@ -83,7 +74,9 @@ class Engine:
         """Queue a request; a refusal comes back as its only output."""
         now = self.clock()
         try:
-            self._check(request)
+            check(request, self.info)
+            if request.request_id in self._sequences:
+                raise RequestError(f"request id `{request.request_id}` is in use", code="HRT-4002")
             sequence = self._sequence(request, now)
             self.scheduler.add(sequence)
         except HalogenError as exc:
@@ -100,7 +93,10 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Run one step and return what it brought."""
+        began = time.perf_counter()
         plan = self.scheduler.schedule(self.clock())
+        planned = time.perf_counter()
+        self.measures.schedule.add(planned - began)
         self._wake = plan.wait_until
         if not plan.items:
             return self._end_expired(plan)
@@ -108,9 +104,15 @@ class Engine:
             self.runner.backend.kv_copy(self.runner.kv, plan.copies)
         step = build_step([self._item(*item) for item in plan.items], self.blocks.block_size)
         result = self.runner.step(step.batch, step.shape)
+        ran = time.perf_counter()
         self._steps += 1
         self._count("prompt_tokens", step.shape.prefill_tokens)
-        return self._end_expired(plan) + self._take(plan, step, result)
+        outputs = self._end_expired(plan) + self._take(plan, step, result)
+        device = self.measures.prefill if step.shape.prefill_tokens else self.measures.decode
+        device.add(ran - planned)
+        self.measures.results.add(time.perf_counter() - ran)
+        self.measures.tokens.add(plan.num_tokens)
+        return outputs
 
     def stats(self) -> EngineStats:
         """Counts and gauges now."""
@@ -129,8 +131,18 @@ class Engine:
             blocks_cached=pool.cached,
             blocks_pinned=pool.pinned,
             counters=counters,
-            gauges={**telemetry.gauges, **self.scheduler.gauges()},
+            gauges={**telemetry.gauges, **self.scheduler.gauges(), **self._memory()},
+            histograms=self.measures.snapshot(),
         )
+
+    def _memory(self) -> dict[str, float]:
+        """The pools of the memory plan, and what the device says is free."""
+        pools = {(p.tier, p.name): p.bytes for p in self.plan.pools}
+        pools |= {(tier.name, "free"): tier.free for tier in self.runner.backend.memory()}
+        named = {
+            f"device_memory_bytes{{tier={t},pool={p}}}": float(n) for (t, p), n in pools.items()
+        }
+        return {**named, "model_load_seconds": self.load_s}
 
     def close(self) -> None:
         """Release the device."""
@@ -160,28 +172,6 @@ class Engine:
 
     # -- one request
 
-    def _check(self, request: GenerateRequest) -> None:
-        prompt, context = len(request.prompt_token_ids), self.info.context_length
-        if not prompt:
-            raise RequestError("the prompt has no tokens", param="prompt", code="HRT-4003")
-        if prompt >= context:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; this model's context holds {context}, answer"
-                " included",
-                param="prompt",
-                code="HRT-4004",
-                fix="shorten the prompt or raise --max-context",
-            )
-        worst = max(request.prompt_token_ids), min(request.prompt_token_ids)
-        if worst[0] >= self.info.vocab_size or worst[1] < 0:
-            raise RequestError(
-                f"prompt holds a token outside 0 .. {self.info.vocab_size - 1}",
-                param="prompt",
-                code="HRT-4005",
-            )
-        if request.request_id in self._sequences:
-            raise RequestError(f"request id `{request.request_id}` is in use", code="HRT-4002")
-
     def _sequence(self, request: GenerateRequest, now: float) -> KVSequence:
         ends = frozenset(() if request.ignore_eos else self.end_token_ids)
         ends |= frozenset(request.stop_token_ids)
@@ -210,7 +200,7 @@ class Engine:
         )
 
     def _item(self, sequence: KVSequence, count: int, samples: bool) -> BatchItem:
-        generation = _generation(sequence)
+        generation = generation_of(sequence)
         if generation.started is None:
             generation.started = self.clock()
         wants = generation.request.prompt_logprobs and not generation.reported
@@ -230,7 +220,7 @@ class Engine:
         picked: list[tuple[int, TokenLogprobs | None] | None] = [None] * len(plan.items)
         for at, row in enumerate(step.rows):
             sequence = plan.items[row.item].seq
-            logprobs = logprobs_of(result, at, _generation(sequence).request.num_logprobs)
+            logprobs = logprobs_of(result, at, generation_of(sequence).request.num_logprobs)
             if row.is_prompt:
                 self._keep_prompt_logprob(sequence, row, logprobs)
             else:
@@ -250,7 +240,7 @@ class Engine:
     def _output(
         self, sequence: KVSequence, token: int, logprobs: TokenLogprobs | None
     ) -> TokenOutput:
-        generation = _generation(sequence)
+        generation = generation_of(sequence)
         generation.sampler.record(token)
         if generation.sampler.error:
             return self._fail(sequence, "HRT-4011", generation.sampler.error)
@@ -272,7 +262,7 @@ class Engine:
             finish_reason=reason,
             stop_token_id=token if token in generation.end_tokens else None,
             cached_tokens=sequence.num_cached_tokens,
-            timings=_timings(generation, now) if reason else None,
+            timings=timings_of(generation, now) if reason else None,
         )
         generation.reported = True
         return output
@@ -286,7 +276,7 @@ class Engine:
 
     def _fail(self, sequence: KVSequence, code: str, text: str) -> TokenOutput:
         self._end(sequence)
-        return failed(_generation(sequence).request, code, text)
+        return failed(generation_of(sequence).request, code, text)
 
     def _end_expired(self, plan: StepPlan) -> list[TokenOutput]:
         """Sequences the scheduler gave up (prefill timeouts), as error outputs."""
@@ -294,28 +284,13 @@ class Engine:
 
     def _end(self, sequence: KVSequence) -> None:
         self.scheduler.finish(sequence)
-        self._sequences.pop(_generation(sequence).request.request_id, None)
+        self._sequences.pop(generation_of(sequence).request.request_id, None)
 
     def _keep_prompt_logprob(
         self, sequence: KVSequence, row: Row, logprobs: TokenLogprobs | None
     ) -> None:
         if logprobs:
-            _generation(sequence).prompt_logprobs[row.position] = logprobs
+            generation_of(sequence).prompt_logprobs[row.position] = logprobs
 
     def _count(self, name: str, amount: float) -> None:
         self._counters[name] = self._counters.get(name, 0) + amount
-
-
-def _generation(sequence: KVSequence) -> Generation:
-    assert isinstance(sequence.payload, Generation)
-    return sequence.payload
-
-
-def _timings(generation: Generation, now: float) -> Timings:
-    started = generation.started if generation.started is not None else now
-    first = generation.first_token if generation.first_token is not None else now
-    return Timings(
-        queued_s=started - generation.arrived,
-        ttft_s=first - generation.arrived,
-        total_s=now - generation.arrived,
-    )

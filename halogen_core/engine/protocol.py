@@ -83,6 +83,16 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     timings: Timings | None = None
 
 
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """How many values were at most each bound, and more than the one before it."""
+
+    bounds: list[float]
+    counts: list[int]
+    """One more than `bounds`: the last counts what exceeds all."""
+    total: float
+    """Sum of the values."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for `/ready`, `/metrics` and `halogen run --json`."""
 
@@ -96,7 +106,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_cached: int
     blocks_pinned: int = 0
     counters: dict[str, float] = {}
+    """By metric name without prefix and suffix; labels follow in braces: `name{key=value}`."""
     gauges: dict[str, float] = {}
+    histograms: dict[str, Histogram] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,12 +39,13 @@ class BlockPool:
         block_size: int,
         *,
         eviction: EvictionPolicy | None = None,
+        eviction_name: str = "lru",
         prefix_cache: bool = True,
         pin_quota: float = 0.5,
         rules: ReuseRules | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """`pin_quota` is a share of the pool."""
+        """`pin_quota` is a share of the pool, `eviction_name` the policy's name in metrics."""
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"a KV pool of {num_blocks} blocks of {block_size} tokens holds nothing",
@@ -56,11 +57,14 @@ class BlockPool:
         self.prefix_cache = prefix_cache
         self.tree = PrefixTree(block_size, rules or ReuseRules())
         self.policy = LRU() if eviction is None else eviction
+        self.eviction_name = eviction_name
         free = list(range(num_blocks - 1, -1, -1))
         quota = int(pin_quota * num_blocks)
         self.residency = Residency(self.tree, self.policy, free, quota, tiers)
         self.leases: dict[Lease, None] = {}
         self.breaches = 0
+        self.most_active = 0
+        """Most blocks that were held at once."""
         self._copies: dict[int, Node] = {}
         self._num_copies = 0
         self._promises: dict[int, list[Node]] = {}
@@ -198,7 +202,10 @@ class BlockPool:
     # -- one step
 
     def begin_step(self) -> None:
-        self.residency.tick += 1
+        at = self.residency
+        at.tick += 1
+        active = self.num_blocks - len(at.free) - at.num_idle - at.num_pinned
+        self.most_active = max(self.most_active, active)
 
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
         """Block copies (source, destination) to run before the step's writes.
@@ -239,18 +246,21 @@ class BlockPool:
             mend(self)
 
     def counters(self) -> Mapping[str, float]:
+        policy, evictions = self.eviction_name, self.residency.evictions
         return {
-            "kv_evictions": self.residency.num_evictions,
+            **{f"kv_evictions{{policy={policy},reason={r}}}": n for r, n in evictions.items()},
             "kv_tail_copies": self._num_copies,
             "kv_invariant_breaches": self.breaches,
         }
 
     def gauges(self) -> Mapping[str, float]:
-        stats = self.stats()
-        return {
-            "cache_usage": (stats.active + stats.pinned) / stats.total,
-            "kv_blocks_pinned": stats.pinned,
+        tiers = self.residency.tiers
+        below = {
+            f"kv_tier_blocks{{tier={tier.name},state={state}}}": float(count)
+            for tier in (tiers.stack if tiers else ())
+            for state, count in (("used", len(tier.members)), ("free", len(tier.free)))
         }
+        return {"kv_blocks_most_active": self.most_active, **below}
 
     # -- inside
 

@@ -34,7 +34,10 @@ class Residency:
     """Pinned and not held."""
     num_pin_marks: int = attrs.field(default=0, init=False)
     """Nodes that some session pins, held or not; at most `pin_quota`."""
-    num_evictions: int = attrs.field(default=0, init=False)
+    evictions: dict[str, int] = attrs.field(
+        factory=lambda: {"forgotten": 0, "moved": 0, "tier_full": 0}, init=False
+    )
+    """Blocks that left the device for nowhere or a lower tier, or left the lowest tier."""
     pins: OrderedDict[str, dict[Node, None]] = attrs.field(factory=OrderedDict, init=False)
 
     @property
@@ -153,11 +156,17 @@ class Residency:
             nodes.append(node)
             blocks.append(node.block)
             self._unplace(node)
-        lost = nodes if self.tiers is None else self.tiers.receive(nodes, blocks)
+        moved, lost = 0, nodes
+        if self.tiers is not None:
+            before = self.tiers.num_out
+            lost = self.tiers.receive(nodes, blocks)
+            moved = self.tiers.num_out - before
         for node in lost:
             self._forget(node)
         self.free += reversed(blocks)
-        self.num_evictions += count
+        self.evictions["moved"] += moved
+        self.evictions["forgotten"] += count - moved
+        self.evictions["tier_full"] += len(lost) - (count - moved)
 
     def _unplace(self, node: Node) -> None:
         node.block = NOWHERE

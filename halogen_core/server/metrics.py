@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import TypeVar
 
 import attrs
 import psutil
@@ -16,7 +18,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from halogen_core import __version__
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest
@@ -24,6 +32,8 @@ from halogen_core.engine.text import TextDelta
 from halogen_core.server.metrics_vllm import WithVllmNames
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 COUNTED_HERE = frozenset(
@@ -192,10 +202,37 @@ def _engine_families(stats: EngineStats) -> Iterable[Metric]:
     for name in ("halogen_cache_usage", "halogen_kv_cache_usage_ratio"):
         yield GaugeMetricFamily(name, "KV blocks in use, 0 to 1", used)
     yield CounterMetricFamily("halogen_steps", "Steps done by the engine", stats.step)
-    for name, value in stats.counters.items():
-        yield CounterMetricFamily(engine_name(name), "Counter of the engine", value)
-    for name, value in stats.gauges.items():
-        yield GaugeMetricFamily(engine_name(name), "Gauge of the engine", value)
+    yield from _families(CounterMetricFamily, stats.counters)
+    yield from _families(GaugeMetricFamily, stats.gauges)
+    for name, (labels, members) in _by_name(stats.histograms).items():
+        family = HistogramMetricFamily(name, "Of the engine", labels=labels)
+        for values, histogram in members:
+            sums = accumulate(histogram.counts)
+            bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+            family.add_metric(values, list(zip(bounds, sums, strict=True)), histogram.total)
+        yield family
+
+
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], values: Mapping[str, float]
+) -> Iterable[Metric]:
+    for name, (labels, members) in _by_name(values).items():
+        family = kind(name, "Of the engine", labels=labels)
+        for label_values, value in members:
+            family.add_metric(label_values, value)
+        yield family
+
+
+def _by_name(values: Mapping[str, T]) -> dict[str, tuple[list[str], list[tuple[list[str], T]]]]:
+    """Metric name -> (label names, (label values, value) of each member)."""
+    found: dict[str, tuple[list[str], list[tuple[list[str], T]]]] = {}
+    for key, value in values.items():
+        name, _, inside = key.partition("{")
+        pairs = [pair.partition("=") for pair in inside.rstrip("}").split(",") if pair]
+        labels, members = found.setdefault(engine_name(name), ([k for k, _, _ in pairs], []))
+        if labels == [k for k, _, _ in pairs]:  # else a plugin's slip: no reason to lose the page
+            members.append(([v for _, _, v in pairs], value))
+    return found
 
 
 def engine_name(name: str) -> str:
