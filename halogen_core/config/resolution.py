@@ -27,6 +27,8 @@ from halogen_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+NEEDS = {"disk_pool_dir": "disk_pool_size"}
+"""Settings that would be ignored silently without another."""
 POOL_NAMES = ("pool_size", "kv_cache_pool_gb", "kv_cache_ratio", "gpu_memory_utilization")
 """Settings of which at most one may be given."""
 ALIASES = {alias: s.name for s in SETTINGS.values() for alias in s.aliases}
@@ -203,6 +205,13 @@ def _refuse_conflicts(chosen: Mapping[str, Given]) -> None:
         a, b = chosen.get(low), chosen.get(high)
         if a and b and float(str(a.value)) > float(str(b.value)):
             _conflict(a, b, f"`{low}` must not exceed `{high}`")
+    for name, needed in NEEDS.items():
+        if (given := chosen.get(name)) and needed not in chosen:
+            raise ConfigError(
+                f"`{name}` ({given.where}) has no effect without `{needed}`, which is not set",
+                code="HRT-1003",
+                fix=f"set --{needed.replace('_', '-')}, or leave `{name}` out",
+            )
     if (port := chosen.get("port")) and (unix := chosen.get("unix_socket")):
         _conflict(port, unix, "the server listens in one place")
 

@@ -89,6 +89,7 @@ def test_a_config_is_frozen_and_shows_no_secret():
         ("min_batch_window_ms = 9\nmax_batch_window_ms = 3", "HRT-1003", ["min_batch_window_ms"]),
         ("max_prompt_len = 9\nmax_context = 3", "HRT-1003", ["max_prompt_len"]),
         ("port = 1\nunix_socket = '/tmp/x'", "HRT-1003", ["unix_socket"]),
+        ("disk_pool_dir = '/x'", "HRT-1003", ["disk_pool_dir", "disk_pool_size", "x.toml"]),
         ("port = ", "HRT-1004", ["x.toml"]),
     ],
 )
