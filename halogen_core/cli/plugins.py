@@ -43,7 +43,7 @@ def list_plugins(config: Config, as_json: bool, probing: bool) -> None:
     for row in rows:
         _show(row)
     if not rows:
-        click.echo("no plugins are installed; try: pip install halogen-cpu-reference")
+        click.echo("no plugins are installed; install a backend, such as halogen-cpu-reference")
 
 
 def plugin_options(config: Config) -> PluginOptions:

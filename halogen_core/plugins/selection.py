@@ -70,7 +70,7 @@ def select(
         raise BackendUnavailable(
             "no backend can run here",
             reasons=lines or ["no backend plugin is installed"],
-            fix="pip install halogen-cpu-reference",
+            fix="install a backend, such as halogen-cpu-reference",
         )
     plugin, spec = _named(registry, wanted)
     context = ProbeContext(device=device)
