@@ -62,7 +62,7 @@ def layout_of(spec: KVSpec, *, max_block_size: int = 1024) -> KVLayout:
         raise ConfigError(
             f"kv dtype is `{spec.dtype}`; allowed are {', '.join(KV_ROW_BYTES)}",
             code="HRT-3101",
-            fix="set cache.dtype or --kv-dtype",
+            fix="set cache.kv_dtype or --kv-dtype",
         )
     if spec.dtype == "q8_0" and spec.head_dim % 32:
         raise ConfigError(
@@ -96,7 +96,7 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device, *, free: i
     except (RuntimeError, MemoryError) as exc:
         asked = int(np.prod(shape, dtype=np.float64)) * storage.itemsize
         raise OutOfDeviceMemory(
-            "dynamic", asked=asked, free=free, fix="lower cache.memory or --max-context"
+            "dynamic", asked=asked, free=free, fix="lower --pool-size or --max-context"
         ) from exc
     layers = tuple(layer.view(-1, row) for layer in pool)
     return KVCache(layout=layout, num_blocks=num_blocks, payload=TorchKV(pool, layers, spec.dtype))

@@ -123,5 +123,5 @@ class CudaBackend(TritonBackend):
             pool,
             asked=asked,
             free=self.memory()[0].free,
-            fix="lower --max-context or --kv-memory, or choose a smaller kv dtype or model",
+            fix="lower --max-context or --pool-size, or choose a smaller kv dtype or model",
         )

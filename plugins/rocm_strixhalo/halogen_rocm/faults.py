@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         "HIP error: out of memory",
         "the GTT limit or the KFD limit is reached while the host still has free memory",
-        "see `halogen doctor`: raise ttm.pages_limit, or plan less with --kv-memory",
+        "see `halogen doctor`: raise ttm.pages_limit, or plan less with --pool-size",
     ),
     Fault(
         "Page not present",

@@ -55,7 +55,7 @@ def layout_of(spec: KVSpec) -> KVLayout:
         raise ConfigError(
             f"kv dtype is `{spec.dtype}`; allowed are {', '.join(_STORAGE)}",
             code="HRT-3401",
-            fix="set cache.dtype or --kv-dtype",
+            fix="set cache.kv_dtype or --kv-dtype",
         )
     if spec.dtype == "q8_0" and spec.head_dim % 32:
         raise ConfigError(
