@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from halogen_core.cli.assembly import Parts
+    from halogen_core.engine.child import Child
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +29,33 @@ def command(config: Config) -> None:
     SIGTERM or Ctrl-C drains: new requests are refused, running ones end; a second one stops at
     once.
     """
+    from halogen_core.engine.child import Child
+
+    child = Child.spawn()  # first of all: it imports while we do
+    try:
+        _serve_with(config, child)
+    finally:
+        child.end()
+
+
+def _serve_with(config: Config, child: Child) -> None:
     from halogen_core.cli.assembly import assemble
     from halogen_core.cli.terminal import start_logging
     from halogen_core.server.auth import read_keys
-    from halogen_core.server.serving import bind
 
     start_logging(config.server.log_level)
     read_keys(config.server)
     parts = assemble(config)
-    listener = bind(config.server)  # before the engine: a busy port is known at once
-    with listener:
-        asyncio.run(_serve(config, parts, listener))
+    log.info("loading %s", parts.options.model_path)
+    child.tell(parts.options)  # it loads the model while we import the server
+
+    from halogen_core.server.serving import bind
+
+    with bind(config.server) as listener:
+        asyncio.run(_serve(config, parts, listener, child))
 
 
-async def _serve(config: Config, parts: Parts, listener: socket.socket) -> None:
+async def _serve(config: Config, parts: Parts, listener: socket.socket, child: Child) -> None:
     from halogen_core.cli.terminal import loading_shown
     from halogen_core.engine.process import ProcessEngine
     from halogen_core.server.serving import make_service, serve
@@ -49,7 +63,6 @@ async def _serve(config: Config, parts: Parts, listener: socket.socket) -> None:
     service = make_service(config, parts.tokenizer)
 
     async def start() -> ProcessEngine:
-        log.info("loading %s", parts.options.model_path)
         with loading_shown() as show:
 
             def progress(done: int, total: int) -> None:
@@ -57,7 +70,10 @@ async def _serve(config: Config, parts: Parts, listener: socket.socket) -> None:
                 show(service.loaded)
 
             return await ProcessEngine.start(
-                parts.options, hang_timeout_s=config.engine.hang_timeout_s, progress=progress
+                parts.options,
+                hang_timeout_s=config.engine.hang_timeout_s,
+                progress=progress,
+                child=child,
             )
 
     await serve(service, listener, start, [plugin_routes(config)])

@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-import msgspec
-
 from halogen_core.engine import wire
+from halogen_core.engine.child import Child
 from halogen_core.engine.client import Inbox, stream_outputs
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest, TokenOutput
@@ -43,8 +40,10 @@ class ProcessEngine:
         *,
         hang_timeout_s: float = 120.0,
         progress: Progress = lambda done, total: None,
+        child: Child | None = None,
     ) -> None:
         self._options = options
+        self._waiting = child
         self._hang_timeout_s = hang_timeout_s
         self._progress = progress
         self._inbox = Inbox()
@@ -66,12 +65,14 @@ class ProcessEngine:
         *,
         hang_timeout_s: float = 120.0,
         progress: Progress = lambda done, total: None,
+        child: Child | None = None,
     ) -> ProcessEngine:
         """Start the child and wait until it is ready; raises what kept it from starting.
 
-        `progress` hears how many bytes of the weights are loaded, of all.
+        `progress` hears how many bytes of the weights are loaded, of all. `child` was started
+        before and told the same options.
         """
-        engine = cls(options, hang_timeout_s=hang_timeout_s, progress=progress)
+        engine = cls(options, hang_timeout_s=hang_timeout_s, progress=progress, child=child)
         ready = asyncio.create_task(engine._ready.wait())
         engine._supervisor = asyncio.create_task(engine._supervise())
         await asyncio.wait({ready, engine._supervisor}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,14 +163,12 @@ class ProcessEngine:
             await asyncio.sleep(delay)
 
     async def _one_life(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "halogen_core.engine.worker", str(theirs.fileno())]
-            self._child = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._send(wire.Start(msgspec.Raw(msgspec.msgpack.encode(self._options))))
+        child, self._waiting = self._waiting, None
+        if child is None:
+            child = Child.spawn()
+            child.tell(self._options)
+        self._child = child.process
+        reader, self._writer = await asyncio.open_unix_connection(sock=child.connection)
         watch = asyncio.create_task(self._watch())
         try:
             while True:
