@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -27,12 +27,14 @@ from halogen_core.spi import (
 )
 from halogen_rocm.direct_read import file_span, read_span
 from halogen_rocm.faults import explain
-from halogen_rocm.locking import locked_bytes
+from halogen_rocm.locking import WorkingSet, locked_bytes, policy
 from halogen_rocm.memory import RESERVE, Ledger, device_tier
 from halogen_rocm.platform import Platform, read_platform
+from halogen_rocm.sensors import BUSY, Sensors, read_sensors, throttle_suspected
 from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import tuning
+from halogen_triton.linear import Stacked
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,9 @@ def create_ahead(options: BackendOptions) -> AheadBackend:
 class RocmBackend(TritonBackend):
     """One Strix Halo. `root` is where /proc and /sys are read, for tests."""
 
-    option_keys: ClassVar[tuple[str, ...]] = (*TritonBackend.option_keys, "reserve_gib")
+    option_keys: ClassVar[tuple[str, ...]] = (
+        *(*TritonBackend.option_keys, "reserve_gib", "mlock"),
+    )
 
     def __init__(self, options: BackendOptions, *, root: str = "/", device: str = "cuda:0") -> None:
         self.root = root
@@ -77,9 +81,11 @@ class RocmBackend(TritonBackend):
             name="rocm_strixhalo",
             description=f"rocm:0 (gfx1151, {gpu.card})",
         )
+        self.working_set = WorkingSet(policy(self.options.extra.get("mlock", "auto")))
         reserve = self.options.extra.get("reserve_gib")
         self.reserve = RESERVE if reserve is None else int(float(reserve) * (1 << 30))
         self._held_kv = 0
+        self._best = Sensors()
         log.info("Using device: %s", self.description)
 
     def capabilities(self) -> Capabilities:
@@ -91,12 +97,14 @@ class RocmBackend(TritonBackend):
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         try:
-            return super().pack([_read(part) for part in parts], role)
+            weight = super().pack([_read(part) for part in parts], role)
         except torch.OutOfMemoryError as exc:
             asked = sum(part.data.nbytes for part in parts)
             raise self._out_of_memory("static", asked) from exc
         except RuntimeError as exc:
             raise _told(exc) from exc
+        self.working_set.add(_tensors(weight.payload))
+        return weight
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
         size = layout.bytes_per_block * (num_blocks + 1)
@@ -105,6 +113,7 @@ class RocmBackend(TritonBackend):
         except torch.OutOfMemoryError as exc:
             raise self._out_of_memory("dynamic", size) from exc
         self._held_kv += size
+        self.working_set.add(cache.payload.tensors)
         return cache
 
     def counters(self) -> Telemetry:
@@ -112,8 +121,20 @@ class RocmBackend(TritonBackend):
         gauges = {
             "device_ledger_bytes": float(self._held_static + self._held_kv),
             "locked_bytes": float(locked_bytes(self.root)),
+            "working_set_bytes": float(self.working_set.asked),
         }
-        return Telemetry(counters=own.counters, gauges={**own.gauges, **gauges})
+        return Telemetry(counters=own.counters, gauges={**own.gauges, **gauges, **self._sensors()})
+
+    def _sensors(self) -> dict[str, float]:
+        """The GPU's sensors, and whether it seems to throttle against its best reading so far."""
+        gpu = read_platform(self.root).strix_halo
+        if gpu is None:
+            return {}
+        now = read_sensors(gpu)
+        throttles = throttle_suspected(self._best, now)
+        if (now.busy or 0) >= BUSY and (now.megahertz or 0) > (self._best.megahertz or 0):
+            self._best = now
+        return {**now.gauges(), "throttle_suspected": float(throttles)}
 
     def close(self) -> None:
         super().close()
@@ -142,7 +163,7 @@ class RocmBackend(TritonBackend):
             pool,
             asked=asked,
             free=tier.free,
-            fix=f"{tier.source}; lower --kv-memory or --max-context, or raise the limit that binds",
+            fix=f"{tier.source}; lower --pool-size or --max-context, or raise the limit that binds",
         )
 
 
@@ -152,6 +173,22 @@ def _read(part: QuantTensor) -> QuantTensor:
     if span is None or part.data.nbytes < 1 << 20:
         return part
     return attrs.evolve(part, data=read_span(*span, part.data.nbytes))
+
+
+def _tensors(payload: Any) -> Iterator[Tensor]:
+    """Every tensor of a packed weight."""
+    if isinstance(payload, Tensor):
+        yield payload
+    elif isinstance(payload, Stacked):
+        for part in payload.parts:
+            yield from _tensors(part)
+    else:
+        yield from {id(t): t for t in vars_of(payload) if isinstance(t, Tensor)}.values()
+
+
+def vars_of(payload: Any) -> tuple[Any, ...]:
+    """The field values of an attrs record."""
+    return tuple(getattr(payload, field.name) for field in attrs.fields(type(payload)))
 
 
 def _told(error: RuntimeError) -> Exception:

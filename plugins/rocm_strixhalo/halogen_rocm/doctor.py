@@ -10,13 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from halogen_core.spi import DoctorContext, Finding, Severity
-from halogen_rocm.locking import locked_bytes
-from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier
-from halogen_rocm.platform import PAGE, Gpu, Platform, read_platform, text
+from halogen_rocm.doctor_memory import memory_findings
+from halogen_rocm.doctor_power import power_findings
+from halogen_rocm.doctor_software import software_findings
+from halogen_rocm.findings import finding, found
+from halogen_rocm.memory import GIB
+from halogen_rocm.platform import GFX1151, PAGE, STRIX_HALO, Gpu, Platform, read_platform, text
 
-LARGE_CARVE_OUT = 2 * GIB
-LEAK = 8 * GIB
-FULL_CLOCK_MHZ = 2900
+SIMDS = 80
+"""Two in each of 40 compute units."""
+HARMFUL = ("amdgpu.vm_update_mode=", "amdgpu.noretry=", "amdgpu.sg_display=0")
+BROKEN_FIRMWARE = "20251125"
 
 
 def findings(context: DoctorContext) -> Iterator[Finding]:
@@ -28,35 +32,43 @@ def findings(context: DoctorContext) -> Iterator[Finding]:
     if gpu is None:
         yield from _other_gpus(platform)
         return
-    yield _found("rocm.gpu", f"Strix Halo: {gpu.card}, {gpu.arch}, PCI 1002:{gpu.device_id:04x}")
+    yield from _chip(gpu)
     yield from _nodes(platform)
     yield from _kernel(platform)
     yield from _firmware(context)
     yield from _override(context.environment)
     yield from _cmdline(platform)
-    yield from _memory(platform, gpu)
-    yield from _leak(platform, gpu)
-    yield from _clocks(gpu)
-    yield from _thermal(gpu)
-    if context.live:
-        yield from _memlock()
+    yield from software_findings(context)
+    yield from memory_findings(context, platform, gpu)
+    yield from power_findings(context, platform, gpu)
 
 
-def _finding(code: str, severity: Severity, what: str, fix: str = "", seen: str = "") -> Finding:
-    return Finding(code=code, severity=severity, text=what, fix=fix, evidence=seen)
-
-
-def _found(code: str, what: str) -> Finding:
-    return _finding(code, Severity.OK, what)
+def _chip(gpu: Gpu) -> Iterator[Finding]:
+    what = f"Strix Halo: {gpu.card}, {gpu.arch}, PCI 1002:{gpu.device_id:04x}"
+    if gpu.gfx is not None and gpu.gfx != GFX1151 and gpu.device_id == STRIX_HALO[1]:
+        yield finding(
+            "rocm.gpu",
+            Severity.ERROR,
+            f"the kernel driver says {gpu.arch} of a chip that is gfx1151 (PCI 1002:1586)",
+            "install another kernel: code for the wrong chip gives wrong results",
+        )
+    elif gpu.simd_count is not None and gpu.simd_count != SIMDS:
+        units = f"{gpu.simd_count // 2} compute units, not 40: launches are chosen for 40"
+        yield finding("rocm.gpu", Severity.INFO, f"{what}; {units}", "expect less of prefill")
+    else:
+        yield found("rocm.gpu", what)
 
 
 def _other_gpus(platform: Platform) -> Iterator[Finding]:
     for gpu in platform.gpus:
-        yield _finding(
+        why = "its memory is its own, not the host's"
+        if gpu.arch.startswith("gfx115"):
+            why = "it has fewer registers per SIMD, so kernels for gfx1151 are not for it"
+        yield finding(
             "rocm.gpu",
             Severity.INFO,
             f"{gpu.card} is {gpu.arch} (PCI 1002:{gpu.device_id:04x}), not a Strix Halo (gfx1151); "
-            "its memory is its own, not the host's",
+            f"{why}",
             "`rocm_strixhalo` does not run on it; choose another backend",
         )
 
@@ -64,7 +76,7 @@ def _other_gpus(platform: Platform) -> Iterator[Finding]:
 def _nodes(platform: Platform) -> Iterator[Finding]:
     if not platform.has_kfd or not platform.render_nodes:
         missing = "/dev/kfd" if not platform.has_kfd else "/dev/dri/renderD*"
-        yield _finding(
+        yield finding(
             "rocm.nodes",
             Severity.ERROR,
             f"{missing} does not exist",
@@ -72,7 +84,7 @@ def _nodes(platform: Platform) -> Iterator[Finding]:
             "render and video (podman: --group-add keep-groups)",
         )
     else:
-        yield _found("rocm.nodes", f"/dev/kfd and {', '.join(platform.render_nodes)} exist")
+        yield found("rocm.nodes", f"/dev/kfd and {', '.join(platform.render_nodes)} exist")
 
 
 def _kernel(platform: Platform) -> Iterator[Finding]:
@@ -81,7 +93,7 @@ def _kernel(platform: Platform) -> Iterator[Finding]:
         return
     seen = f"uname -r: {platform.kernel}"
     if numbers < (6, 16, 9):
-        yield _finding(
+        yield finding(
             "rocm.kernel",
             Severity.ERROR,
             f"kernel {platform.kernel} lets ROCm see about 15.5 GB only",
@@ -89,7 +101,7 @@ def _kernel(platform: Platform) -> Iterator[Finding]:
             seen,
         )
     elif numbers < (6, 18, 4) and "amdgpu.cwsr_enable=0" not in platform.cmdline:
-        yield _finding(
+        yield finding(
             "rocm.kernel",
             Severity.WARNING,
             f"kernel {platform.kernel} saves too few registers on a context switch: page faults",
@@ -97,7 +109,7 @@ def _kernel(platform: Platform) -> Iterator[Finding]:
             seen,
         )
     elif numbers[:2] == (7, 0):
-        yield _finding(
+        yield finding(
             "rocm.kernel",
             Severity.WARNING,
             f"kernel {platform.kernel}: GPU reads of memory maps are about 300 times slower",
@@ -105,17 +117,18 @@ def _kernel(platform: Platform) -> Iterator[Finding]:
             seen,
         )
     else:
-        yield _found("rocm.kernel", f"kernel {platform.kernel}")
+        yield found("rocm.kernel", f"kernel {platform.kernel}")
 
 
 def _firmware(context: DoctorContext) -> Iterator[Finding]:
+    yield from _firmware_packages(context)
     for info in Path(context.root, "sys/kernel/debug/dri").glob("*/amdgpu_firmware_info"):
-        found = re.search(r"MES .*?firmware version: 0x([0-9a-f]+)", text(info))
-        if not found:
+        told = re.search(r"MES .*?firmware version: 0x([0-9a-f]+)", text(info))
+        if not told:
             continue
-        version = int(found.group(1), 16) & 0xFF
+        version = int(told.group(1), 16) & 0xFF
         bad = version == 0x83
-        yield _finding(
+        yield finding(
             "rocm.firmware",
             Severity.ERROR if bad else Severity.OK,
             f"MES firmware 0x{version:x}" + (" hangs under load" if bad else ""),
@@ -124,19 +137,40 @@ def _firmware(context: DoctorContext) -> Iterator[Finding]:
         return
 
 
+def _firmware_packages(context: DoctorContext) -> Iterator[Finding]:
+    packages = text(Path(context.root, "var/lib/dpkg/status"))
+    version = re.search(
+        r"^Package: linux-firmware\n(?:.+\n)*?Version: (\S+)", packages, re.MULTILINE
+    )
+    if version and BROKEN_FIRMWARE in version.group(1):
+        yield finding(
+            "rocm.firmware.package",
+            Severity.ERROR,
+            f"package linux-firmware {version.group(1)} is broken on this chip",
+            "install linux-firmware 20260110 or newer",
+        )
+    if re.search(r"^Package: amdgpu-dkms-firmware$", packages, re.MULTILINE):
+        yield finding(
+            "rocm.firmware.dkms",
+            Severity.WARNING,
+            "amdgpu-dkms-firmware replaces the firmware of linux-firmware, often by an older one",
+            "apt remove amdgpu-dkms-firmware, then rebuild the initramfs",
+        )
+
+
 def _override(environment: Mapping[str, str]) -> Iterator[Finding]:
     value = environment.get("HSA_OVERRIDE_GFX_VERSION")
     if value is None:
-        yield _found("rocm.override", "HSA_OVERRIDE_GFX_VERSION is not set")
+        yield found("rocm.override", "HSA_OVERRIDE_GFX_VERSION is not set")
     elif value == "11.5.1":
-        yield _finding(
+        yield finding(
             "rocm.override",
             Severity.WARNING,
             "HSA_OVERRIDE_GFX_VERSION=11.5.1 says what the GPU is anyway",
             "unset it",
         )
     else:
-        yield _finding(
+        yield finding(
             "rocm.override",
             Severity.ERROR,
             f"HSA_OVERRIDE_GFX_VERSION={value} runs code for another chip: faults and wrong "
@@ -150,7 +184,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
     pages = _parameter(line, r"(?:amd)?ttm\.pages_limit")
     megabytes = _parameter(line, r"amdgpu\.gttsize")
     if pages and megabytes and abs(pages * PAGE - (megabytes << 20)) > GIB:
-        yield _finding(
+        yield finding(
             "rocm.cmdline.gtt",
             Severity.ERROR,
             f"ttm.pages_limit={pages} is {pages * PAGE / GIB:.1f} GiB, "
@@ -160,7 +194,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             line,
         )
     elif megabytes:
-        yield _finding(
+        yield finding(
             "rocm.cmdline.gtt",
             Severity.INFO,
             "amdgpu.gttsize is deprecated",
@@ -168,7 +202,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             line,
         )
     if re.search(r"\bamd_iommu=pt\b", line):
-        yield _finding(
+        yield finding(
             "rocm.cmdline.iommu",
             Severity.WARNING,
             "amd_iommu=pt is no value of that option; the kernel ignores it",
@@ -176,14 +210,14 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             line,
         )
     elif "amd_iommu=off" not in line:
-        yield _finding(
+        yield finding(
             "rocm.cmdline.iommu",
             Severity.INFO,
             "the IOMMU is on: prefill is 5 to 16 % slower",
             "amd_iommu=off gains that and takes the NPU away",
         )
     if "amdttm" in platform.modules and "ttm" not in platform.modules and "ttm.pages" in line:
-        yield _finding(
+        yield finding(
             "rocm.cmdline.module",
             Severity.WARNING,
             "this kernel's module is amdttm: ttm.pages_limit has no effect",
@@ -191,89 +225,16 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             line,
         )
 
+    if harmful := [word for word in line.split() if word.startswith(HARMFUL)]:
+        yield finding(
+            "rocm.cmdline.harmful",
+            Severity.INFO,
+            f"{', '.join(harmful)} helps nothing here and was seen to harm",
+            "leave it out",
+            line,
+        )
+
 
 def _parameter(line: str, name: str) -> int:
-    found = re.search(rf"(?<![\w.]){name}=(\d+)", line)
-    return int(found.group(1)) if found else 0
-
-
-def _memory(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
-    tier = device_tier(platform, gpu, ledger=Ledger())
-    yield _finding(
-        "rocm.memory",
-        Severity.OK,
-        f"usable for models: {tier.free / GIB:.1f} GiB of {tier.total / GIB:.1f} GiB",
-        seen=tier.source,
-    )
-    if gpu.vram_total > LARGE_CARVE_OUT:
-        yield _finding(
-            "rocm.memory.carve_out",
-            Severity.WARNING,
-            f"the BIOS keeps {gpu.vram_total / GIB:.1f} GiB from the host as VRAM; GTT is "
-            f"{gpu.gtt_total / GIB:.1f} GiB, and the two are never added",
-            "set the UMA frame buffer to 512 MiB (not Auto) and raise ttm.pages_limit",
-        )
-    if platform.mem_total and gpu.gtt_total < 0.75 * platform.mem_total:
-        wanted = max(1, int((platform.mem_total - RESERVE) / GIB))
-        yield _finding(
-            "rocm.memory.gtt",
-            Severity.WARNING,
-            f"the GPU may map {gpu.gtt_total / GIB:.1f} of {platform.mem_total / GIB:.1f} GiB",
-            f"boot with ttm.pages_limit={wanted * 262144} ({wanted} GiB x 262144)",
-        )
-
-
-def _leak(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
-    if gpu.gtt_used > LEAK and platform.gpu_processes == ():
-        yield _finding(
-            "rocm.memory.leak",
-            Severity.ERROR,
-            f"{gpu.gtt_used / GIB:.1f} GiB of GTT are held and no process uses the GPU: a dead "
-            "process left them",
-            "reboot; the next model may hang while loading otherwise",
-        )
-
-
-def _clocks(gpu: Gpu) -> Iterator[Finding]:
-    levels = [int(n) for n in re.findall(r"(\d+)Mhz", text(gpu.path / "pp_dpm_sclk"))]
-    if levels and max(levels) < FULL_CLOCK_MHZ:
-        yield _finding(
-            "rocm.clocks",
-            Severity.WARNING,
-            f"the GPU's highest clock is {max(levels)} MHz, not {FULL_CLOCK_MHZ}",
-            "set the platform profile to performance; a clock stuck at 900 MHz needs a cold boot",
-        )
-    level = text(gpu.path / "power_dpm_force_performance_level").strip()
-    if level and level not in ("auto", "high"):
-        yield _finding(
-            "rocm.clocks.level",
-            Severity.WARNING,
-            f"power_dpm_force_performance_level is {level}",
-            "write auto to it",
-        )
-
-
-def _thermal(gpu: Gpu) -> Iterator[Finding]:
-    for file in gpu.path.glob("hwmon/hwmon*/temp1_input"):
-        value = text(file).strip()
-        if value.lstrip("-").isdigit() and int(value) >= 95000:
-            yield _finding(
-                "rocm.thermal",
-                Severity.WARNING,
-                f"the GPU is at {int(value) / 1000:.0f} °C and will throttle",
-                "improve the airflow, or cap the clock at 2400 MHz: decode stays nearly as fast",
-            )
-
-
-def _memlock() -> Iterator[Finding]:
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY and soft < GIB:
-        yield _finding(
-            "rocm.memlock",
-            Severity.INFO,
-            f"RLIMIT_MEMLOCK is {soft} bytes: the working set cannot be locked",
-            "LimitMEMLOCK=infinity in the systemd unit, or --ulimit memlock=-1",
-            f"VmLck is {locked_bytes()} bytes",
-        )
+    value = re.search(rf"(?<![\w.]){name}=(\d+)", line)
+    return int(value.group(1)) if value else 0

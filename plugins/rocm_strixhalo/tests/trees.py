@@ -53,7 +53,7 @@ def tree(root: Path, name: str, **more) -> str:
             f"{device}/power_dpm_force_performance_level": case.get("level", "auto"),
             f"{device}/hwmon/hwmon3/temp1_input": case.get("temp", "61000"),
             "sys/class/kfd/kfd/topology/nodes/1/properties": f"device_id {case.get('device', 0x1586)}\n"
-            f"gfx_target_version {case.get('gfx', 110501)}\nsimd_count 80\n",
+            f"gfx_target_version {case.get('gfx', 110501)}\nsimd_count {case.get('simds', 80)}\n",
             f"sys/module/{case.get('module', 'ttm')}/parameters/pages_limit": str(
                 case.get("pages", 32505856)
             ),
