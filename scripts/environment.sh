@@ -9,6 +9,11 @@ say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 # make_environment DIR: create it, or go on with the one that is there.
 make_environment() {
     VENV=$1
+    if ! "$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        echo "error: $PYTHON is $("$PYTHON" -V 2>&1 || true); 3.11 or newer with venv is needed —" \
+            "install it (Debian, Ubuntu: python3-venv) or name another one: PYTHON=python3.12 $0" >&2
+        exit 2
+    fi
     if [ ! -x "$VENV/bin/python" ]; then
         say "making a virtual environment in $VENV"
         "$PYTHON" -m venv "$VENV"

@@ -33,6 +33,12 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> help; `some-name` is the object `command` of module `halogen_core.cli.some_name`."""
 
+PURPOSES: dict[str, tuple[str, ...]] = {
+    "Use a model": ("run", "serve", "pull", "inspect", "convert", "kv"),
+    "Know the machine": ("doctor", "plugins", "plan", "bench", "selftest", "simulate", "explain"),
+    "Make a backend": ("new-backend", "conform"),
+}
+
 
 class LazyGroup(click.Group):
     """Finds commands by name; errors of ours end the program with exit code 2, without a trace."""
@@ -60,8 +66,9 @@ class LazyGroup(click.Group):
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(COMMANDS.items()))
+        for purpose, names in PURPOSES.items():
+            with formatter.section(purpose):
+                formatter.write_dl([(name, COMMANDS[name]) for name in names])
 
     def invoke(self, ctx: click.Context) -> object:
         try:

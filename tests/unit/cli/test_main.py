@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from halogen_core.cli import terminal
-from halogen_core.cli.main import COMMANDS, main
+from halogen_core.cli.main import COMMANDS, PURPOSES, main
 from halogen_core.error_catalogue import catalogue
 from halogen_core.plugins import PluginRegistry
 
@@ -41,6 +41,11 @@ def test_every_listed_command_exists_and_has_help():
         result = halogen(name, "--help")
         assert result.exit_code == 0, (name, result.output)
         assert "Usage:" in result.output
+
+
+def test_every_command_stands_once_in_the_help():
+    shown = [name for names in PURPOSES.values() for name in names]
+    assert sorted(shown) == sorted(COMMANDS)
 
 
 def test_a_misspelt_command_names_the_nearest():
