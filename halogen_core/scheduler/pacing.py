@@ -21,29 +21,41 @@ class StepBudget:
     granule: int = 16
     """Prompts make progress by at least so many tokens."""
 
-    def prefill_tokens(self, decodes: int, kv_tokens: int, limit: int) -> int:
-        """Most prompt tokens, up to `limit`, that keep running sequences at the target."""
-        if not decodes or self.cost is None or self.target_s is None or limit <= self.granule:
-            return limit
-        if self._fits(decodes, kv_tokens, limit):
+    def seconds(self, tokens: int, decodes: int, kv_tokens: int) -> float | None:
+        """Predicted time of a step that computes so many prompt tokens beside answers."""
+        if self.cost is None:
+            return None
+        predicted = self.cost(
+            StepShape(prefill_tokens=tokens, decode_sequences=decodes, kv_tokens=kv_tokens + tokens)
+        )
+        return None if predicted is None else predicted.p50
+
+    def prompt_tokens(
+        self, within_s: float | None, limit: int, *, decodes: int = 0, kv_tokens: int = 0
+    ) -> int:
+        """Most prompt tokens, up to `limit`, with which a step takes no longer; None: any time."""
+
+        def fits(tokens: int) -> bool:
+            predicted = self.seconds(tokens, decodes, kv_tokens)
+            return within_s is None or predicted is None or predicted <= within_s
+
+        if limit <= self.granule or fits(limit):
             return limit
         low, high = self.granule, limit
         while high - low > self.granule:
             middle = (low + high) // 2
-            if self._fits(decodes, kv_tokens, middle):
-                low = middle
-            else:
-                high = middle
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _fits(self, decodes: int, kv_tokens: int, tokens: int) -> bool:
-        assert self.cost is not None
-        assert self.target_s is not None
-        shape = StepShape(
-            prefill_tokens=tokens, decode_sequences=decodes, kv_tokens=kv_tokens + tokens
-        )
-        predicted = self.cost(shape)
-        return predicted is None or predicted.p50 <= self.target_s
+    def slack(self, decodes: int, kv_tokens: int) -> float | None:
+        """What answers leave of the target, at least a tenth of it so that prompts move at all.
+
+        None: there are no answers, no target, or nothing is known about the device.
+        """
+        alone = self.seconds(0, decodes, kv_tokens)
+        if not decodes or self.target_s is None or alone is None:
+            return None
+        return max(self.target_s - alone, self.target_s / 10)
 
 
 def block_seconds(cost: CostModel, block_size: int) -> Callable[[int], float | None]:

@@ -16,6 +16,8 @@ class Step:
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     wait_until: float | None = None
     """When those that wait for company may enter."""
+    slack_s: float | None = None
+    """What answers leave of the target, if both lanes have work and the target is known."""
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prompts)

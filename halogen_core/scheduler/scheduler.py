@@ -190,8 +190,8 @@ class Scheduler:
 
     def _compose(self, now: float) -> Step:
         """The step of the lane whose turn it is, of the other if that has nothing to do."""
-        turn = self._lanes.next(normal=self._has_work(Lane.NORMAL), long=self._has_work(Lane.LONG))
         step = Step()
+        turn = self._turn(step)
         if turn is Lane.LONG:
             self._long_step(step, now)
         if not (step or self._residents.preempted):
@@ -201,6 +201,21 @@ class Scheduler:
         if self._residents.preempted:
             step.drop_preempted()
         return step
+
+    def _turn(self, step: Step) -> Lane:
+        normal, long = self._has_work(Lane.NORMAL), self._has_work(Lane.LONG)
+        if normal and long:
+            answers = [seq for seq in self.running if not is_long(seq)]
+            kv_tokens = sum(seq.num_computed_tokens for seq in answers)
+            step.slack_s = self._budget.slack(len(answers), kv_tokens)
+        if step.slack_s is None:
+            return self._lanes.next(normal=normal, long=long)
+        return self._lanes.next_within(step.slack_s, self._slice_seconds())
+
+    def _slice_seconds(self) -> float:
+        """Of the shortest slice of which half the time does more than get a step going."""
+        context = next((s.num_computed_tokens for s in self.running if is_long(s)), 0)
+        return 2 * (self._budget.seconds(self.blocks.block_size, 0, context) or 0.0)
 
     def _has_work(self, lane: Lane) -> bool:
         if len(self._entry.queues[lane]):
@@ -224,8 +239,8 @@ class Scheduler:
                     prompts.append(seq)
             elif seq.status is Status.RUNNING and residents.make_room(seq, 1):
                 step.decodes.append(residents.settle(seq))
-        budget = self._prompt_budget(step.decodes)
         prompts = [seq for seq in prompts if not self._deadlines.prefill_over(seq, now)]
+        budget = self._prompt_budget(step, prompts)
         budget = self._continue_prompts(prompts, budget, step)
         if not residents.preempted:  # else nobody enters now
             self._admit(now, budget, step)
@@ -241,22 +256,33 @@ class Scheduler:
 
     def _long_step(self, step: Step, now: float) -> None:
         """Over-long prompts alone, one after the other, in slices that others can wait for."""
-        prompts = [seq for seq in self._residents.watched if is_long(seq)]
-        others = self.num_running - len(prompts)
-        limit = self.limits.max_tokens
-        if others:
+        prompts = [seq for seq in self._residents.watched if is_long(seq)][:1]
+        context = prompts[0].num_computed_tokens if prompts else 0
+        limit, within_s = self.limits.max_tokens, self._budget.target_s
+        if self.num_running > len(prompts):
             limit = max(self.blocks.block_size, limit // 4)
-        budget = self._budget.prefill_tokens(max(1, others), 0, limit)
-        self._continue_prompts(prompts[:1], budget, step)
+            within_s = self._lanes.saved_s if step.slack_s is not None else within_s
+        budget = self._budget.prompt_tokens(within_s, limit, kv_tokens=context)
+        self._continue_prompts(prompts, budget, step)
         if not (step or self._residents.preempted):
             self._enter(Lane.LONG, now, budget, step)
+        if step.slack_s is not None:
+            for item in step.prompts:
+                self._lanes.spend(self._budget.seconds(item.num_tokens, 0, context) or 0.0)
 
-    def _prompt_budget(self, decodes: list[ScheduledSequence]) -> int:
-        left = self.limits.max_tokens - len(decodes)
-        if self._budget.target_s is None:
+    def _prompt_budget(self, step: Step, prompts: list[Sequence]) -> int:
+        left, within_s = self.limits.max_tokens - len(step.decodes), self._budget.target_s
+        if within_s is None or not step.decodes:
             return left
-        kv_tokens = sum(item.seq.num_computed_tokens for item in decodes)
-        return self._budget.prefill_tokens(len(decodes), kv_tokens, left)
+        if step.slack_s is not None:  # the rest is saved for the long lane
+            within_s -= self.config.long_lane_share * step.slack_s
+        members = (*(item.seq for item in step.decodes), *prompts)
+        return self._budget.prompt_tokens(
+            within_s,
+            left,
+            decodes=len(step.decodes),
+            kv_tokens=sum(seq.num_computed_tokens for seq in members),
+        )
 
     def _continue_prompts(self, prompts: list[Sequence], budget: int, step: Step) -> int:
         others_wait = len(self._entry.queues[Lane.NORMAL])

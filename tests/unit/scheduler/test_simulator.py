@@ -190,6 +190,31 @@ def test_a_long_job_does_not_slow_short_ones_much():
     assert short_waits(65_536) <= 3 * short_waits(0)
 
 
+@pytest.mark.parametrize(("share", "target"), [(0.25, 0.08), (0.5, 0.08), (1.0, 0.08), (0.5, 0.03)])
+def test_answers_keep_the_target_while_a_long_prompt_is_computed(share, target):
+    """B17: the time per token of eight answers beside 64K tokens of prompt; it gets done too."""
+    rng = random.Random(2)
+    pool = BlockPool(8192, 16)
+    config = SchedulerConfig(
+        long_prompt_tokens=8192, tpot_target_s=target, long_lane_share=share, max_queue=64
+    )
+    scheduler = Scheduler(config, pool, cost=SMALL.cost)
+
+    def one(count, answer):
+        yield Turn(prompt=words(rng, count), max_new_tokens=answer)
+
+    arrivals = [(0.1 * i, one(100, 100)) for i in range(8)]
+    arrivals = [*arrivals, (1.0, one(65_536, 1)), *((1.5 + i, one(100, 40)) for i in range(200))]
+    simulator = Simulator(scheduler, pool, SMALL, iter(arrivals))
+    simulator.run()
+    (long,) = [o for o in simulator.outcomes if len(o.turn.prompt) == 65_536]
+    beside = [o for o in simulator.outcomes if o.first_token < long.finished and o is not long]
+    assert len(beside) > 20
+    worst = max(o.tpot for o in beside)
+    assert worst <= 1.05 * target, f"{worst * 1e3:.1f} ms"
+    assert long.ttft < 200, "the long prompt starves"
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_eviction_by_cheapest_loss_spares_agents(seed):
     """Five agents in a pool for three quarters of them; the optimum bounds every policy."""
