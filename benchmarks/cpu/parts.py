@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -14,9 +16,10 @@ VOCABULARY = (1000, 40000)
 class Part:
     """A load on each server in turn, for some rounds."""
 
-    def __init__(self, job, figures, *, rounds=1, plain_peer=False, context=8192, slots=8):
+    def __init__(self, job, figures, *, rounds=1, plain_peer=False, context=8192, slots=8, busy=0):
         self.job, self.figures, self.rounds = job, figures, rounds
         self.plain_peer, self.context, self.slots = plain_peer, context, slots
+        self.busy = busy  # processes that do nothing but take time, beside the load
 
 
 def prompts(rng, count, length):
@@ -45,10 +48,14 @@ PARTS = {
         ("total_tok_s", "ttft_p50_s", "itl_p99_ms"), context=32 * 704, slots=32,
     ),
     "shared_3k": Part(shared, ("wall_s", "ttft_p50_s"), context=4 * 3328, slots=4),
+    "contended": Part(
+        lambda g: (prompts(g, 1, 16), 24, None), ("decode_tok_s",), rounds=3, busy=2
+    ),
     "start": None,
 }  # fmt: skip
 TARGETS = {
-    "decode.decode_tok_s": 1.0, "prefill.prefill_tok_s": 1.4, "depth.prefill_tok_s": 1.4,
+    "decode.decode_tok_s": 1.0, "contended.decode_tok_s": 1.0,
+    "prefill.prefill_tok_s": 1.4, "depth.prefill_tok_s": 1.4,
     "depth.decode_tok_s": 1.2, "streams_8.total_tok_s": 2.0, "streams_8.ttft_p50_s": 1 / 0.6,
     "streams_8.itl_p99_ms": 1.0, "streams_32.total_tok_s": 2.0, "shared_3k.wall_s": 1.5,
     "start.resident_mib": 1 / 1.25,
@@ -79,6 +86,9 @@ def start_servers(stack, path, part, options):
         stack.callback(servers[2].stop)
     for s in servers:  # graphs are built and pages touched before anything counts
         load(s, prompts(np.random.default_rng(7), min(8, part.slots), 32), 8)
+    for _ in range(part.busy):
+        process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        stack.callback(process.kill)
     return servers
 
 

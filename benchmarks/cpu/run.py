@@ -33,7 +33,7 @@ Q4_1, Q4_K_M, Q8_0, F16, GEMMA = (
 PLAN = [
     *((Q4_1, part) for part in (*QUICK, "depth", "start")),
     *((model, part) for model in (Q4_K_M, Q8_0, GEMMA, F16) for part in QUICK),
-    (Q4_1, "streams_32"), (Q4_1, "shared_3k"), (Q4_K_M, "depth"),
+    (Q4_1, "contended"), (Q4_1, "streams_32"), (Q4_1, "shared_3k"), (Q4_K_M, "depth"),
     *((model, "start") for model in (Q4_K_M, Q8_0, GEMMA, F16)),
     (GEMMA, "depth"), (Q8_0, "depth"), (Q4_K_M, "streams_32"), (Q4_K_M, "shared_3k"),
     (F16, "depth"), (GEMMA, "streams_32"), (GEMMA, "shared_3k"), (Q8_0, "streams_32"),
