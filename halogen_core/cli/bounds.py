@@ -26,6 +26,8 @@ class Profile:
     source: str
     free: int
     reserve: int
+    graph: int = 0
+    """Set aside for captured steps."""
     bandwidth: dict[str, float]
     compute: dict[str, float]
     weight_formats: dict[str, str]
@@ -72,6 +74,7 @@ def read_profile(path: Path) -> Profile:
             source=data["source"],
             free=memory["free"],
             reserve=memory["reserve"],
+            graph=memory.get("graph", 0),
             bandwidth=data["bandwidth"],
             compute=data["compute"],
             weight_formats=data["weight_formats"],

@@ -33,6 +33,7 @@ def plugin_findings(registry: PluginRegistry, context: DoctorContext) -> Iterato
     """Plugins that cannot be used, and what the others find."""
     for _plugin, finding in registry.collect("halogen_doctor_checks", context=context):
         yield finding
+    yield _backends(registry)
     for plugin in registry.plugins:
         if plugin.status in (PluginStatus.BROKEN, PluginStatus.INCOMPATIBLE):
             yield Finding(
@@ -42,6 +43,25 @@ def plugin_findings(registry: PluginRegistry, context: DoctorContext) -> Iterato
                 fix=f"reinstall or upgrade {plugin.distribution}, or block it with --no-plugin",
                 evidence=plugin.reason,
             )
+
+
+def _backends(registry: PluginRegistry) -> Finding:
+    """What is installed; whether it can run takes a probe, which loads drivers."""
+    names = sorted(spec.name for plugin in registry.plugins for spec in plugin.backends)
+    if not names:
+        return Finding(
+            code="core.backends",
+            severity=Severity.ERROR,
+            text="no backend is installed",
+            fix="pip install halogen-cpu-ggml",
+        )
+    return Finding(
+        code="core.backends",
+        severity=Severity.INFO,
+        text=f"installed backends: {', '.join(names)}",
+        fix="`halogen plugins list` says which can run here and why others cannot;"
+        " `halogen selftest` checks the numbers of the one that would run",
+    )
 
 
 def _python() -> Iterator[Finding]:

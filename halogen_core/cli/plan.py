@@ -85,11 +85,11 @@ def plan(
     static = sum(_packed_bytes(t.format, t.data.nbytes, profile) for t in tensors)
     per_token = kv_bytes_per_token(decoder, work.kv_dtype)
     temp = workspace_bytes(decoder, work.batch_tokens)
-    left = profile.free - profile.reserve - static - temp
+    left = profile.free - profile.reserve - static - temp - profile.graph
     tokens = max(0, left) // (per_token * work.block_size) * work.block_size
     arithmetic = [
         f"free {_gib(profile.free)} - reserve {_gib(profile.reserve)} - weights {_gib(static)} - "
-        f"workspace {_gib(temp)} = {_gib(left)} for KV",
+        f"workspace {_gib(temp)} - captured steps {_gib(profile.graph)} = {_gib(left)} for KV",
         f"KV {per_token / 1024:.1f} KiB per token in {work.kv_dtype}: {tokens} tokens = "
         f"{tokens // work.context} sessions of {work.context}",
     ]
@@ -107,7 +107,13 @@ def plan(
         "profile": profile.name,
         "device": profile.device,
         "source": profile.source,
-        "pools": {"static": static, "dynamic": left, "temp": temp, "reserve": profile.reserve},
+        "pools": {
+            "static": static,
+            "dynamic": left,
+            "temp": temp,
+            "graph": profile.graph,
+            "reserve": profile.reserve,
+        },
         "kv_tokens": tokens,
         "sessions": tokens // work.context,
         "context": work.context,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from halogen_core.spi import BackendSpec, OpImplementation, ProbeContext, ProbeResult, hookimpl
+from halogen_core.spi import (
+    BackendSpec,
+    DoctorContext,
+    Finding,
+    OpImplementation,
+    ProbeContext,
+    ProbeResult,
+    hookimpl,
+)
 
 NAME = "cuda"
 
@@ -29,6 +37,13 @@ def halogen_probe(name: str, context: ProbeContext) -> ProbeResult | None:
     from halogen_cuda.probe import probe
 
     return probe(context)
+
+
+@hookimpl
+def halogen_doctor_checks(context: DoctorContext) -> Iterable[Finding]:
+    from halogen_cuda.doctor import findings
+
+    return list(findings(context))
 
 
 @hookimpl
