@@ -71,6 +71,8 @@ def _prune(pool: BlockPool) -> None:
         parent.resident_children += node.block != NOWHERE
         if not node.is_somewhere and not node.children:
             del parent.children[node.tokens]
+            if node.state is not None:
+                pool.residency.drop_state(node.state)
     for root in list(pool.tree.roots.values()):
         root.resident_children = sum(c.block != NOWHERE for c in root.children.values())
         pool.tree.prune_root(root)

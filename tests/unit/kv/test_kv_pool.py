@@ -218,6 +218,26 @@ def test_recurrent_state_bounds_what_can_be_reused():
     assert (match.num_tokens, match.state) == (8, "state at 8")
 
 
+def test_the_state_of_an_evicted_or_mended_block_is_given_back():
+    dropped = []
+    pool = BlockPool(4, 4, rules=ReuseRules(needs_state=True))
+    pool.residency.drop_state = dropped.append
+
+    def cache(tokens, state):
+        lease = pool.open(1)
+        pool.grow(lease, len(tokens))
+        pool.publish(lease, tokens, len(tokens))
+        pool.checkpoint(lease, state)
+        pool.release(lease, tokens, len(tokens))
+
+    cache(list(range(16)), "first")
+    cache([9] * 8, "second")
+    assert dropped == ["first"]
+    pool.residency.num_idle -= 1  # wrong, so that the books are rebuilt
+    pool.audit_idle()
+    assert dropped == ["first", "second"]
+
+
 class Mover:
     """A device of rows."""
 
