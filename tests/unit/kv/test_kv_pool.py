@@ -1,7 +1,11 @@
 """Blocks, prefixes, salts, pins, windows, tiers: small cases with known answers."""
 
+from math import prod
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from halogen_core.errors import ConfigError
 from halogen_core.kv.block_pool import BlockPool
@@ -10,6 +14,8 @@ from halogen_core.kv.ledger import breach, mend
 from halogen_core.kv.salt import cache_salt
 from halogen_core.kv.tiers import Tier, Tiers
 from halogen_core.kv.tree import ReuseRules
+from halogen_core.spi import KVSpec, kv_block_shape
+from halogen_core.spi.memory import kv_row_bytes
 
 
 def put(pool, tokens, owner=0, **options):
@@ -352,3 +358,23 @@ def test_steady_state_allocates_nothing_that_lasts():
     tracemalloc.stop()
     nodes = 64 * 600  # bytes of a node with its dict: what a replaced cache may occupy at most
     assert grown < nodes
+
+
+@given(
+    layers=st.integers(1, 80),
+    heads=st.integers(1, 64),
+    head_dim=st.sampled_from([32, 64, 80, 96, 112, 128, 256]),
+    size=st.sampled_from([8, 16, 32, 64, 128, 256]),
+    dtype=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
+)
+def test_a_block_is_whole_tokens_of_all_heads(layers, heads, head_dim, size, dtype):
+    """B13: no row straddles two blocks, whatever the model's shape."""
+    if dtype == "q8_0" and head_dim % 32:
+        return
+    spec = KVSpec(
+        num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, block_size=size
+    )
+    token = heads * kv_row_bytes(spec)
+    shape = kv_block_shape(spec, 1)
+    assert prod(shape) == layers * 2 * size * token
+    assert prod(shape[-3:]) % token == 0
