@@ -187,7 +187,7 @@ class Residents:
         size = self.blocks.block_size
         promised = sum(
             -(-len(seq.token_ids) // size) - len(seq.block_table)
-            for seq in self.running
+            for seq in self.watched  # those that are steady have room
             if len(seq.token_ids) > seq.capacity and not self.is_guarded(seq)
         )
         headroom = int(self.config.headroom * self.blocks.num_blocks)
