@@ -62,7 +62,7 @@ def render_prompt(service: Service, body: ChatBody, tools: Toolbox | None) -> Pr
 
 def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> str:
     """What the answer must match, of its form or of its calls; runs in a worker thread."""
-    grammar = answer_grammar(service.grammars, body)
+    grammar = answer_grammar(service, body)
     if grammar and tools:
         raise RequestError(
             "`tools` beside a form for the answer are not supported by this version",
@@ -72,7 +72,7 @@ def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> s
         )
     if tools and (rules := tools.grammar()):
         grammar = lark_grammar(rules)
-        check_grammar(service.grammars, grammar, "tools")
+        check_grammar(service, grammar, "tools")
     return grammar
 
 

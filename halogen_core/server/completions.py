@@ -37,7 +37,7 @@ async def completions(service: Service, request: Request) -> Response:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("`best_of` other than `n` is not supported", param="best_of")
     prompts = await asyncio.to_thread(read_prompts, service, body)
-    grammar = await asyncio.to_thread(answer_grammar, service.grammars, body)
+    grammar = await asyncio.to_thread(answer_grammar, service, body)
     answer = CompletionAnswer(
         service=service, body=body, model=model, prompts=prompts, grammar=grammar
     )

@@ -99,6 +99,9 @@ class Metrics:
         self.decode = _histogram(
             registry, "halogen_decode_time_seconds", "First token to last token"
         )
+        self.grammar = _histogram(
+            registry, "halogen_grammar_compile_seconds", "CPU time of a structured answer's grammar"
+        )
         self.ready = Gauge("halogen_ready", "1 while the engine loop answers", registry=registry)
         self.engine = _EngineCollector()
         registry.register(self.engine)

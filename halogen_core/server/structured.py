@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from halogen_core.engine.grammar import Grammars
 from halogen_core.errors import RequestError
 from halogen_core.server.openai_models import (
     GenerationBody,
@@ -21,6 +20,7 @@ from halogen_core.server.openai_models import (
     Schema,
     StructuredOutputs,
 )
+from halogen_core.server.service import Service
 
 MAX_SOURCE_CHARS = 256 * 1024
 MAX_COMPILE_S = 2.0
@@ -29,7 +29,7 @@ WHITESPACE = r"\n?[ \t]{0,24}"
 JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}
 
 
-def answer_grammar(grammars: Grammars, body: GenerationBody) -> str:
+def answer_grammar(service: Service, body: GenerationBody) -> str:
     """The grammar a body asks for, compiled once to be sure; empty: free text.
 
     Runs in a worker thread. Raises `RequestError`, HRT-4009 for what does not compile.
@@ -39,20 +39,21 @@ def answer_grammar(grammars: Grammars, body: GenerationBody) -> str:
         first, second, *_ = sources
         raise _refused(f"`{first}` and `{second}` both say what it is; send one", second)
     for param, source in sources.items():
-        check_grammar(grammars, source, param)
+        check_grammar(service, source, param)
     return next(iter(sources.values()), "")
 
 
-def check_grammar(grammars: Grammars, source: str, param: str) -> None:
+def check_grammar(service: Service, source: str, param: str) -> None:
     """Raise `RequestError` (HRT-4009) for a grammar that is too large, too slow or none."""
     if len(source) > MAX_SOURCE_CHARS:
         raise _refused(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS} may be", param)
     began = time.thread_time()
     try:
-        grammars.check(source)
+        service.grammars.check(source)
     except RequestError as exc:
         raise RequestError(exc.message, param=param, code=exc.code) from None
     took = time.thread_time() - began
+    service.metrics.grammar.observe(took)
     if took > MAX_COMPILE_S:
         raise _refused(f"it took {took:.1f} s to compile, {MAX_COMPILE_S:g} s are allowed", param)
 

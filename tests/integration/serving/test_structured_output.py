@@ -173,3 +173,10 @@ def test_a_dead_end_is_an_error_not_an_answer(served):
     response = served.chat(json_schema=schema, max_tokens=50)
     assert response.status_code == 400
     assert response.json()["error"]["hrt_code"] in ("HRT-4009", "HRT-4011")
+
+
+def test_compiling_is_measured(served):
+    name = "halogen_grammar_compile_seconds_count"
+    text = served.client.get("/metrics").text
+    (count,) = [float(line.split()[1]) for line in text.splitlines() if line.startswith(name)]
+    assert count > 0
