@@ -176,6 +176,7 @@ def test_a_dead_end_is_an_error_not_an_answer(served):
 
 
 def test_compiling_is_measured(served):
+    answer(served, guided_choice=["once"])
     name = "halogen_grammar_compile_seconds_count"
     text = served.client.get("/metrics").text
     (count,) = [float(line.split()[1]) for line in text.splitlines() if line.startswith(name)]
