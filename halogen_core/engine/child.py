@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +13,10 @@ import attrs
 
 if TYPE_CHECKING:
     from halogen_core.engine.options import EngineOptions
+
+
+LAST_WORDS_S = 0.2
+"""How long a child that closed its channel may take to end by itself, so that it tells why."""
 
 
 @attrs.frozen(eq=False)
@@ -45,3 +51,15 @@ class Child:
         self.process.kill()
         self.process.wait()
         self.connection.close()
+
+
+def last_words(process: subprocess.Popen[bytes]) -> str:
+    """How `process` ended; one that does not end by itself is killed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=LAST_WORDS_S)
+    process.kill()
+    code = process.wait()
+    if code >= 0:
+        return f"engine process ended with code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    return f"engine process was ended by {name}"

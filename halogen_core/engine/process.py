@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from halogen_core.engine import wire
-from halogen_core.engine.child import Child
+from halogen_core.engine.child import Child, last_words
 from halogen_core.engine.client import Inbox, stream_outputs
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest, TokenOutput
@@ -25,6 +25,9 @@ Progress = Callable[[int, int], None]
 PING_S = 1.0
 PONG_TIMEOUT_S = 4.0
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+STABLE_S = 60.0
+"""A life that lasted so long starts the delays anew."""
+OWN_STALL_S = 0.25
 
 
 class ProcessEngine:
@@ -54,7 +57,9 @@ class ProcessEngine:
         self._tokens = itertools.count()
         self._ready = asyncio.Event()
         self._failure: HalogenError | None = None
-        self._draining = self._closing = False
+        self._draining = False
+        self._closing = asyncio.Event()
+        self._ended = "engine process ended"
         self._supervisor: asyncio.Task[None] | None = None
         self.restarts = 0
 
@@ -75,11 +80,14 @@ class ProcessEngine:
         engine = cls(options, hang_timeout_s=hang_timeout_s, progress=progress, child=child)
         ready = asyncio.create_task(engine._ready.wait())
         engine._supervisor = asyncio.create_task(engine._supervise())
-        await asyncio.wait({ready, engine._supervisor}, return_when=asyncio.FIRST_COMPLETED)
-        if not engine._ready.is_set():
+        try:
+            await asyncio.wait({ready, engine._supervisor}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             ready.cancel()
-            await engine.close()
-            raise engine._failure or EngineUnavailable("engine did not start", code="HRT-5031")
+            if not engine._ready.is_set():
+                await engine.close()
+        if not engine._ready.is_set():
+            raise engine._failure or EngineUnavailable(engine._ended, code="HRT-5031")
         return engine
 
     @property
@@ -98,7 +106,7 @@ class ProcessEngine:
         return stream_outputs(
             self._inbox,
             request,
-            lambda r: self._send(wire.Submit(r)),
+            self._submit,
             lambda request_id: self._send(wire.Abort(request_id)),
         )
 
@@ -134,8 +142,10 @@ class ProcessEngine:
         return await self._inbox.wait_idle(timeout_s)
 
     async def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self._send(wire.Stop())
+        if not self._ready.is_set():
+            self._kill()  # it is loading, and would read the message when it is done
         if self._supervisor:
             _, pending = await asyncio.wait({self._supervisor}, timeout=10)
             for task in pending:
@@ -147,20 +157,25 @@ class ProcessEngine:
     # -- the child's life
 
     async def _supervise(self) -> None:
-        for attempt in itertools.count():
+        failures = 0
+        while True:
             began = time.monotonic()
             try:
                 await self._one_life()
+            except Exception:
+                log.exception("channel to the engine process failed")
             finally:
                 self._end_life()
-            if self._closing or self._info is None:
+            if self._closing.is_set() or self._info is None:
                 return  # told to stop, or it never became ready: `start` raises
-            if time.monotonic() - began > 60:
-                attempt = 0  # noqa: PLW2901
-            delay = RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)]
-            log.error("engine process ended; starting a new one in %.0f s", delay)
+            failures = 1 if time.monotonic() - began > STABLE_S else failures + 1
+            delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
+            log.error("%s; starting a new one in %.0f s", self._ended, delay)
             self.restarts += 1
-            await asyncio.sleep(delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), delay)
+            if self._closing.is_set():
+                return
 
     async def _one_life(self) -> None:
         child, self._waiting = self._waiting, None
@@ -186,7 +201,7 @@ class ProcessEngine:
             self._writer.close()
             self._writer = None
         self._kill()
-        lost = EngineUnavailable("engine process ended", code="HRT-5031")
+        lost = EngineUnavailable(self._ended, code="HRT-5031")
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(lost)
@@ -202,7 +217,7 @@ class ProcessEngine:
             try:
                 await self._pulse()
             except EngineUnavailable as exc:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 log.error("engine hangs (%s): ending it", exc.message)
                 self._failure = exc
@@ -212,10 +227,15 @@ class ProcessEngine:
     def _kill(self) -> None:
         if child := self._child:
             self._child = None
-            child.kill()
-            child.wait()
+            self._ended = last_words(child)
 
     # -- messages
+
+    def _submit(self, request: GenerateRequest) -> None:
+        # the stream may have been made in an earlier life: what is not sent is never answered
+        if not self._ready.is_set():
+            raise self._down()
+        self._send(wire.Submit(request))
 
     def _send(self, message: wire.ToEngine) -> None:
         if self._writer and not self._writer.is_closing():
@@ -258,13 +278,17 @@ class ProcessEngine:
 
         async def wait() -> Any:
             try:
-                return await asyncio.wait_for(future, timeout_s)
-            except TimeoutError:
+                # twice: after a stall of our own the answer waits in the socket, not yet read
+                for patience in (timeout_s, OWN_STALL_S):
+                    done, _ = await asyncio.wait({future}, timeout=patience)
+                    if done:
+                        return future.result()
                 raise EngineUnavailable(
                     f"engine did not answer within {timeout_s:.0f} s", code="HRT-5032"
-                ) from None
+                )
             finally:
                 self._answers.pop(token, None)
+                future.cancel()
 
         return wait()
 
