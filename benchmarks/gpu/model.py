@@ -1,9 +1,11 @@
 """End to end: the Qwen2.5-7B shape with seeded weights through our own decoder, runner and backend.
 
-    python benchmarks/gpu/model.py OUT.json [--format BF16|Q4_K] [--batches 1,8,32] [--tokens 264]
+    python benchmarks/gpu/model.py OUT.json [--format BF16|Q4_K] [--batches 1,8,32] [--serve 64,256]
 
 Decode rate = (batch x 256 tokens) / (median time of 264 - median time of 8 tokens), each batch size
-warmed first. Weights are random (made on the device); nothing else differs from serving.
+warmed first. `--serve` gives so many requests of 512 tokens in and 128 out to the engine at once:
+scheduler, block tables, streaming outputs and all. Weights are random (made on the device); nothing
+else differs from serving.
 """
 
 from __future__ import annotations
@@ -16,16 +18,15 @@ import torch
 from timing import median, save
 
 from halogen_core.engine.batch import BatchItem, build_step
-from halogen_core.engine.protocol import SamplingParams
-from halogen_core.engine.runner import Runner
+from halogen_core.engine.building import assemble_engine
+from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.protocol import GenerateRequest, SamplingParams
 from halogen_core.engine.sampler import RowSampler
-from halogen_core.models import Decoder
 from halogen_core.spi import (
     FORMATS,
     AttentionSpec,
     BackendOptions,
     DecoderConfig,
-    KVSpec,
     LayerConfig,
     PackedWeight,
     QuantTensor,
@@ -33,7 +34,7 @@ from halogen_core.spi import (
     WeightRole,
 )
 from halogen_cuda.backend import CudaBackend
-from halogen_triton.backend import _join
+from halogen_triton.packing import join
 from halogen_triton.planes import repack
 
 HIDDEN, INNER, LAYERS, HQ, HKV, D, VOCAB = 3584, 18944, 28, 28, 4, 128, 152064
@@ -89,7 +90,7 @@ class SeededBackend(CudaBackend):
         made = [self._random(part, role) for part in parts]
         if len(made) > 1 and isinstance(made[0], torch.Tensor):
             made = [torch.cat(made, 0)]
-        payload = _join(made)
+        payload = join(made)
         return PackedWeight(
             payload=payload,
             shape=tuple(payload.shape),
@@ -115,18 +116,42 @@ class SeededBackend(CudaBackend):
 
 
 class Session:
-    """A loaded decoder that generates greedily for fixed batches."""
+    """An engine over the seeded model; also its runner alone, greedily, for fixed batches."""
 
-    def __init__(self, form: str, blocks: int, **extra: str) -> None:
+    def __init__(self, form: str, kv_gib: int = 24, **extra: str) -> None:
         self.backend = SeededBackend(BackendOptions(extra=extra))
         torch.manual_seed(0)
-        decoder = Decoder.load(config(), Shapes(form), self.backend)
-        spec = KVSpec(
-            num_layers=LAYERS, num_kv_heads=HKV, head_dim=D, dtype="bf16", block_size=BLOCK
+        options = EngineOptions(
+            model_path="seeded",
+            model_id="seeded",
+            end_token_ids=[],
+            max_context=4096,
+            max_batch=256,
+            max_batch_tokens=8192,
+            max_queue=1024,
+            block_size=BLOCK,
+            kv_bytes=kv_gib << 30,
+            prefix_cache=False,
         )
-        kv = self.backend.kv_alloc(self.backend.kv_layout(spec), blocks)
-        self.runner = Runner(self.backend, decoder, kv)
-        self.nbytes = decoder.nbytes
+        self.engine = assemble_engine(options, self.backend, Shapes(form), config())
+        self.runner = self.engine.runner
+
+    def serve(self, requests: int, prompt: int = 512, new: int = 128) -> tuple[float, int]:
+        """(seconds, tokens) from the first submission to the last token."""
+        rng = np.random.default_rng(2)
+        prompts = rng.integers(0, VOCAB, (requests, prompt)).tolist()
+        began, made = time.perf_counter(), 0
+        for i, tokens in enumerate(prompts):
+            request = GenerateRequest(
+                request_id=f"{began}-{i}", prompt_token_ids=tokens, max_tokens=new, ignore_eos=True
+            )
+            refused = self.engine.submit(request)
+            assert not refused, refused
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            assert not any(output.error for output in outputs), outputs[0].error
+            made += sum(len(output.token_ids) for output in outputs)
+        return time.perf_counter() - began, made
 
     def replay_ms(self, repeats: int = 50) -> dict[str, float]:
         """Device time of each captured step, without the host."""
@@ -181,37 +206,56 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new", type=int, default=264)
+    parser.add_argument("--serve", default="", help="numbers of requests, like 64,256")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--option", action="append", default=[], help="backend option key=value")
     options = parser.parse_args()
     extra = dict(pair.split("=") for pair in options.option)
-    session = Session(options.format, 32 * 16, **extra)
-    print("weights GB", session.nbytes / 1e9, flush=True)
-    rows = []
-    for batch in map(int, options.batches.split(",")):
-        session.generate(batch, 512, 8)
-        long, short, firsts = [], [], []
-        for _ in range(options.repeats):
-            seconds, tokens, first = session.generate(batch, 512, options.new)
-            long.append(seconds)
-            seconds, again, first = session.generate(batch, 512, 8)
-            short.append(seconds)
-            firsts.append(first)
-        rate = batch * (options.new - 8) / (median(long) - median(short))
-        rows.append(
-            {"batch": batch, "tok_s": rate, "long_s": long, "short_s": short, "prefill_s": firsts}
-        )
-        print(f"batch {batch}: {rate:.1f} tok/s, prefill {median(firsts) * 1e3:.1f} ms, "
-              f"512+8 {median(short) * 1e3:.1f} ms, captured {session.runner.captured_steps}, "
-              f"same {tokens[0][:8] == again[0][:8]}", flush=True)  # fmt: skip
+    session = Session(options.format, **extra)
+    batches = map(int, filter(None, options.batches.split(",")))
+    rows = [fixed_batch(session, batch, options.new, options.repeats) for batch in batches]
     replays = session.replay_ms()
     print("replay ms", {key: round(value, 3) for key, value in replays.items()}, flush=True)
+    requests = map(int, filter(None, options.serve.split(",")))
+    served = [serving(session, count, options.repeats) for count in requests]
     if options.profile:
         profile(session)
     save(
         options.out,
-        {"format": options.format, "options": extra, "rows": rows, "replay_ms": replays},
+        {
+            "format": options.format,
+            "options": extra,
+            "rows": rows,
+            "replay_ms": replays,
+            "serving": served,
+        },
     )
+
+
+def fixed_batch(session: Session, batch: int, new: int, repeats: int) -> dict:
+    """Decode and prefill of one batch size."""
+    session.generate(batch, 512, 8)
+    long, short, firsts = [], [], []
+    for _ in range(repeats):
+        seconds, tokens, first = session.generate(batch, 512, new)
+        long.append(seconds)
+        seconds, again, first = session.generate(batch, 512, 8)
+        short.append(seconds)
+        firsts.append(first)
+    rate = batch * (new - 8) / (median(long) - median(short))
+    print(f"batch {batch}: {rate:.1f} tok/s, prefill {median(firsts) * 1e3:.1f} ms, "
+          f"512+8 {median(short) * 1e3:.1f} ms, captured {session.runner.captured_steps}, "
+          f"same {tokens[0][:8] == again[0][:8]}", flush=True)  # fmt: skip
+    return {"batch": batch, "tok_s": rate, "long_s": long, "short_s": short, "prefill_s": firsts}
+
+
+def serving(session: Session, requests: int, repeats: int) -> dict:
+    """Requests of 512 tokens in and 128 out, all at once, through the engine."""
+    session.serve(requests, new=4)
+    timed = [session.serve(requests) for _ in range(repeats)]
+    rates = [tokens / seconds for seconds, tokens in timed]
+    print(f"serving {requests} x (512, 128): {median(rates):.0f} output tok/s", flush=True)
+    return {"requests": requests, "seconds": [s for s, _ in timed], "tok_s": rates}
 
 
 def profile(session: Session) -> None:

@@ -53,6 +53,11 @@ class Sequences:
     flash: bool = True
     """Split the KV of decoding sequences over programs."""
 
+    @property
+    def single(self) -> bool:
+        """Every sequence has exactly one query."""
+        return self.max_query_len == 1 and self.num_tokens == len(self.seq_lens)
+
 
 @attrs.frozen(kw_only=True)
 class HeadShape:
@@ -72,10 +77,18 @@ class AttentionPlan:
 
     prefill: Launch
     decode: Launch
+    """Its `block_m`: parts of a split that are joined at once (0: 4)."""
     programs: int
-    """Of a split decode."""
+    """Of a split decode, at most."""
     max_decode: int = 1
     """Queries per sequence up to which the decode kernel serves it."""
+
+    def split(self, groups: int) -> int:
+        """Programs for so many (sequence, KV head) pairs: as many for each, where that leaves
+        less than an eighth unused, so that at equal lengths no program serves two.
+        """
+        even = self.programs // groups * groups
+        return even if 8 * even >= 7 * self.programs else self.programs
 
 
 def attention(
@@ -86,13 +99,18 @@ def attention(
     plan: AttentionPlan,
     *,
     sinks: Tensor | None = None,
+    joins: Tensor | None = None,
 ) -> Tensor:
-    """Causal paged attention: q [T, Hq D] (rows may be strided) to [T, Hq D]."""
+    """Causal paged attention: q [T, Hq D] (rows may be strided) to [T, Hq D].
+
+    `joins` are int32 counters at 0, at least S Hkv, that a split decode leaves at 0; None: made
+    here.
+    """
     out = torch.empty(q.shape[0], shape.num_heads * shape.head_dim, dtype=q.dtype, device=q.device)
     if q.shape[0] == 0:
         return out
     if sequences.has_decodes:
-        _decode(q, kv, sequences, shape, plan, sinks, out)
+        _decode(q, kv, sequences, shape, plan, sinks, out, joins)
     if sequences.has_prefills:
         _prefill(q, kv, sequences, shape, plan, sinks, out)
     return out
@@ -157,18 +175,23 @@ def _decode(
     plan: AttentionPlan,
     sinks: Tensor | None,
     out: Tensor,
+    joins: Tensor | None,
 ) -> None:
     group = shape.num_heads // shape.num_kv_heads
     constants = _shape_constants(sequences, shape, plan)
-    block_m = max(16, triton.next_power_of_2(group * plan.max_decode))
-    block_n = plan.decode.block_n
+    rows = triton.next_power_of_2(group * plan.max_decode)
     num = len(sequences.seq_lens)
-    programs = plan.programs if sequences.flash else num * shape.num_kv_heads
-    partial, lse = out, out
+    pairs = num * shape.num_kv_heads
+    programs, partial, lse = pairs, out, out
     if sequences.flash:
-        rows = programs * 2 * block_m
-        partial = torch.empty(rows, constants["D_PAD"], dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        programs = plan.split(pairs)
+        parts = programs * 2 * rows
+        partial = torch.empty(parts, constants["D_PAD"], dtype=torch.float32, device=q.device)
+        lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    if not sequences.flash:
+        joins = sequences.seq_lens
+    elif joins is None or len(joins) < pairs:
+        joins = torch.zeros(pairs, dtype=torch.int32, device=q.device)
     attention_decode_kernels.decode[(programs,)](
         q,
         *kv.pointers(),
@@ -179,6 +202,7 @@ def _decode(
         out,
         partial,
         lse,
+        joins,
         shape.scale,
         shape.softcap,
         num,
@@ -186,8 +210,11 @@ def _decode(
         q.stride(0),
         **constants,
         PAGE=kv.block_size,
-        BM=block_m,
-        BN=block_n,
+        BM=max(16, rows),
+        BN=plan.decode.block_n,
+        ROWS=rows,
+        PARTS=plan.decode.block_m or 4,
+        SINGLE=sequences.single,
         SOFTCAP=shape.softcap > 0,
         SINKS=sinks is not None,
         STORE=kv.store,
@@ -196,24 +223,3 @@ def _decode(
         PDL=plan.decode.pdl,
         **plan.decode.options,
     )
-    if sequences.flash:
-        # most of the time one (sequence, head) is shared by about this many programs
-        parts = min(64, triton.next_power_of_2(programs // (num * shape.num_kv_heads) + 2))
-        attention_decode_kernels.decode_reduce[(num, shape.num_heads * plan.max_decode)](
-            sequences.seq_lens,
-            sequences.starts,
-            out if sinks is None else sinks,
-            out,
-            partial,
-            lse,
-            num,
-            programs,
-            **constants,
-            BM=block_m,
-            BN=block_n,
-            SINKS=sinks is not None,
-            PARTS=parts,
-            PDL=plan.decode.pdl,
-            num_warps=4,
-            **({"launch_pdl": True} if plan.decode.pdl else {}),
-        )

@@ -1,13 +1,13 @@
-# ruff: noqa: E501, ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915, PLR0917, PLR1714, RET505, SIM108
+# ruff: noqa: E501, ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0915, PLR0917, PLR1714, RET505, SIM108, SIM114
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
-"""Paged attention of sequences with few queries, split over the device and joined again."""
+"""Paged attention of sequences with few queries, split over the device and joined by whoever is last."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from halogen_triton.attention_tiles import LOG2E, attend, finish, load_q
+from halogen_triton.attention_tiles import attend_range, finish, load_q, query_rows
 from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
 
 
@@ -21,18 +21,36 @@ def tile_ledger(
     BN: tl.constexpr,
     MAX_DECODE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
     """Per sequence: tiles of one head [S_PAD], first tile [S_PAD], inclusive prefix over heads."""
     s = tl.arange(0, S_PAD)
     live = s < S
     length = tl.load(seq_lens + s, mask=live, other=0)
-    queries = tl.load(starts + s + 1, mask=live, other=0) - tl.load(starts + s, mask=live, other=0)
+    queries = live.to(tl.int32)
+    if not SINGLE:
+        start = tl.load(starts + s, mask=live, other=0)
+        queries = tl.load(starts + s + 1, mask=live, other=0) - start
     first = tl.zeros([S_PAD], tl.int32)
     if WINDOW > 0:
         first = tl.maximum(length - queries - WINDOW + 1, 0) // BN
     decodes = live & (queries > 0) & (queries <= MAX_DECODE)
     tiles = tl.where(decodes, (length + BN - 1) // BN - first, 0)
     return tiles, first, tl.cumsum(tiles * HKV, 0)
+
+
+@triton.jit
+def first_tile(program, each, more):
+    """Where a program's share of the line begins: the first `more` programs take `each` + 1 tiles."""
+    return program * each + tl.minimum(program, more)
+
+
+@triton.jit
+def owner(tile, each, more):
+    """The program in whose share a tile lies."""
+    large = more * (each + 1)
+    rest = (tile - large) // tl.maximum(each, 1)
+    return tl.where(tile < large, tile // (each + 1), more + rest)
 
 
 @triton.jit
@@ -49,6 +67,7 @@ def decode(
     out,
     partial,
     lse,
+    joins,
     qk_scale,
     softcap,
     S,
@@ -61,8 +80,11 @@ def decode(
     PAGE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     S_PAD: tl.constexpr,
     MAX_DECODE: tl.constexpr,
+    SINGLE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -71,35 +93,36 @@ def decode(
     UNMASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sequences with at most MAX_DECODE queries.
+    """Sequences with at most MAX_DECODE queries; SINGLE: all have exactly one.
 
     DIRECT: grid (S * Hkv), one program per sequence and KV head. Otherwise split-KV (flash
     decoding, Dao et al. 2023) in stream-K fashion: the tiles of all sequences and heads lie on one
     line and each of the C programs takes an equal piece, whatever the lengths; so the grid is fixed
     and a captured step stays balanced. A program that holds only part of a (sequence, head) leaves
-    it in `partial` [C, 2, BM, D] and `lse` [C, 2, BM]; `decode_reduce` joins the parts.
+    it in `partial` [C, 2, ROWS, D] and `lse` [C, 2, ROWS]; the last to arrive at the counter
+    `joins` [S, Hkv] joins the parts in order (so bits do not depend on who is last) and leaves the
+    counter at 0 for the next launch.
     """
     G: tl.constexpr = HQ // HKV
     pdl_launch(PDL)
     # lengths and tables come from the host, long before the previous kernel
-    tiles, first, cum = tile_ledger(seq_lens, starts, S, S_PAD, HKV, BN, MAX_DECODE, WINDOW)
+    tiles, first, cum = tile_ledger(seq_lens, starts, S, S_PAD, HKV, BN, MAX_DECODE, WINDOW, SINGLE)
     index = tl.program_id(0)
+    programs = tl.num_programs(0)
     s = tl.arange(0, S_PAD)
-    pdl_wait(PDL)
+    total = tl.max(cum, 0)
+    each = total // programs
+    more = total % programs
     if DIRECT:
-        mine = index // HKV
-        stop = tl.sum(tl.where(s == mine, cum, 0), 0)
-        share = tl.sum(tl.where(s == mine, tiles, 0), 0)
+        stop = tl.sum(tl.where(s == index // HKV, cum, 0), 0)
+        share = tl.sum(tl.where(s == index // HKV, tiles, 0), 0)
         at = stop - share * (HKV - index % HKV)
         stop = at + share
     else:
-        total = tl.max(cum, 0).to(tl.int64)
-        programs = tl.num_programs(0)
-        at = (index * total // programs).to(tl.int32)
-        stop = ((index + 1) * total // programs).to(tl.int32)
+        at = first_tile(index, each, more)
+        stop = first_tile(index + 1, each, more)
     start = at
     r = tl.arange(0, BM)
-    d = tl.arange(0, D_PAD)
     while at < stop:
         seq = tl.sum((cum <= at).to(tl.int32), 0)
         base = tl.max(tl.where(cum <= at, cum, 0), 0)
@@ -108,110 +131,93 @@ def decode(
         head = (at - base) // share
         tile = (at - base) % share
         count = tl.minimum(stop - at, share - tile)
-        first_row = tl.load(starts + seq)
-        n_q = tl.load(starts + seq + 1) - first_row
         length = tl.load(seq_lens + seq)
+        first_row, n_q = query_rows(starts, seq, SINGLE)
         token = r // G
         h = head * G + r % G
         valid = token < n_q
+        # the first wait is the last: all above is known before the previous kernel ends
+        pdl_wait(PDL)
         qt = load_q(q, first_row, token, h, valid, q_stride, D, D_PAD, STORE)
         positions = tl.where(valid, length - n_q + token, length - 1)
         table = tables + seq.to(tl.int64) * table_stride
-        m_i = tl.full([BM], float("-inf"), tl.float32)
-        l_i = tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, D_PAD], tl.float32)
         low = (origin + tile) * BN
-        high = low + count * BN
-        if UNMASKED and WINDOW == 0:
-            seen = tl.maximum(tl.minimum((length - n_q + 1) // BN * BN, high), low)
-            for n0 in range(low, seen, BN):
-                acc, m_i, l_i = attend(
-                    acc, m_i, l_i, qt, k, ks, v, vs, table, n0, length, head, positions, qk_scale,
-                    softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, False,
-                )  # fmt: skip
-            low = seen
-        for n0 in range(low, high, BN):
-            acc, m_i, l_i = attend(
-                acc, m_i, l_i, qt, k, ks, v, vs, table, n0, length, head, positions, qk_scale,
-                softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, True,
-            )  # fmt: skip
-        if count == share:
+        acc, m_i, l_i = attend_range(
+            qt, k, ks, v, vs, table, low, low + count * BN, length - n_q, length, head, positions,
+            qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP, STORE, UNMASKED,
+        )  # fmt: skip
+        if DIRECT:
+            finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)
+        elif count == share:
             finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)
         else:
-            slot = (index * 2 + (at != start).to(tl.int32)) * BM + r
-            tl.store(lse + slot, tl.where(l_i > 0.0, m_i + tl.log2(l_i), float("-inf")))
-            norm = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
-            tl.store(partial + slot[:, None] * D_PAD + d[None, :], norm)
+            slot = (index * 2 + (at != start).to(tl.int32)) * ROWS + r
+            leave_part(partial, lse, slot, r < ROWS, acc, m_i, l_i, D_PAD)
+            a = at - tile
+            low_part = owner(a, each, more)
+            high_part = owner(a + share - 1, each, more)
+            # all threads have stored before one of them says so
+            tl.debug_barrier()
+            arrived = tl.atomic_add(joins + seq * HKV + head, 1, sem="acq_rel")
+            if arrived == high_part - low_part:
+                m_j, l_j, acc_j = join_parts(
+                    partial, lse, a, low_part, high_part, each, more, ROWS, PARTS, D_PAD
+                )
+                rr = tl.arange(0, ROWS)
+                finish(
+                    acc_j, m_j, l_j, sinks, head * G + rr % G, out, first_row, rr // G,
+                    rr // G < n_q, HQ, D, D_PAD, SINKS,
+                )  # fmt: skip
+                tl.store(joins + seq * HKV + head, 0)
         at += count
 
 
 @triton.jit
-def decode_reduce(
-    seq_lens,
-    starts,
-    sinks,
-    out,
+def leave_part(partial, lse, slot, kept, acc, m_i, l_i, D_PAD: tl.constexpr):
+    """Normalised rows acc [BM, D_PAD] and the logarithms of their weights, at slots [BM]."""
+    d = tl.arange(0, D_PAD)
+    tl.store(lse + slot, tl.where(l_i > 0.0, m_i + tl.log2(l_i), float("-inf")), mask=kept)
+    norm = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+    tl.store(partial + slot[:, None] * D_PAD + d[None, :], norm, mask=kept[:, None])
+
+
+@triton.jit
+def join_parts(
     partial,
     lse,
-    S,
-    PROGRAMS,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    S_PAD: tl.constexpr,
-    MAX_DECODE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
+    a,
+    low,
+    high,
+    each,
+    more,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    D_PAD: tl.constexpr,
 ):
-    """Join the parts that `decode` left; grid (S, Hq * MAX_DECODE), a program is one output row."""
-    G: tl.constexpr = HQ // HKV
-    pdl_launch(PDL)
-    tiles, _, cum = tile_ledger(seq_lens, starts, S, S_PAD, HKV, BN, MAX_DECODE, WINDOW)
-    seq = tl.program_id(0)
-    s = tl.arange(0, S_PAD)
-    token = tl.program_id(1) // HQ
-    h = tl.program_id(1) % HQ
-    first_row = tl.load(starts + seq)
-    share = tl.sum(tl.where(s == seq, tiles, 0), 0)
-    if (share == 0) | (token >= tl.load(starts + seq + 1) - first_row):
-        return
-    total = tl.max(cum, 0).to(tl.int64)
-    a = tl.sum(tl.where(s == seq, cum, 0), 0) - share * (HKV - h // G)
-    # the owner of tile t is the last program whose first tile is not behind it
-    low = (((a + 1).to(tl.int64) * PROGRAMS - 1) // total).to(tl.int32)
-    high = (((a + share).to(tl.int64) * PROGRAMS - 1) // total).to(tl.int32)
-    if low == high:
-        return
+    """(m, l, acc) of the (sequence, head) whose tiles begin at `a`, from parts of programs low to high."""
+    r = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD)
-    row = token * G + h % G
-    pdl_wait(PDL)
-    m_i = tl.full([1], float("-inf"), tl.float32)
-    l_i = tl.zeros([1], tl.float32)
-    acc = tl.zeros([D_PAD], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
     for c0 in range(low, high + 1, PARTS):
         c = c0 + tl.arange(0, PARTS)
-        begins = (c * total // PROGRAMS).to(tl.int32)
-        filled = (c <= high) & (begins < ((c + 1) * total // PROGRAMS).to(tl.int32))
-        slot = (c * 2 + (begins < a).to(tl.int32)) * BM + row
-        part = tl.load(lse + slot, mask=filled, other=float("-inf"))
+        filled = c <= high
+        # a program's second slot is for the pair that begins within its share
+        slot = (c * 2 + (first_tile(c, each, more) < a).to(tl.int32))[:, None] * ROWS + r[None, :]
+        # past the first-level cache: it may hold what a slot held before
+        part = tl.load(lse + slot, mask=filled[:, None], other=float("-inf"), cache_modifier=".cg")
+        x = tl.load(
+            partial + slot[:, :, None] * D_PAD + d[None, None, :],
+            mask=filled[:, None, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         m_new = tl.maximum(m_i, tl.max(part, 0))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        w = tl.exp2(part - safe)
-        x = tl.load(partial + slot[:, None] * D_PAD + d[None, :], mask=filled[:, None], other=0.0)
+        w = tl.exp2(part - safe[None, :])
         alpha = tl.exp2(m_i - safe)
-        acc = acc * alpha + tl.sum(x * w[:, None], 0)
+        acc = acc * alpha[:, None] + tl.sum(x * w[:, :, None], 0)
         l_i = l_i * alpha + tl.sum(w, 0)
         m_i = m_new
-    if SINKS:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        top = tl.maximum(m_i, sink)
-        acc = acc * tl.exp2(m_i - top)
-        l_i = l_i * tl.exp2(m_i - top) + tl.exp2(sink - top)
-    acc = acc / tl.where(l_i > 0.0, l_i, 1.0)
-    at = ((first_row + token).to(tl.int64) * HQ + h) * D
-    tl.store(out + at + d, acc.to(out.dtype.element_ty), mask=d < D)
+    return m_i, l_i, acc

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halogen_triton.attention_tiles import attend, finish, load_q
+from halogen_triton.attention_tiles import attend_range, finish, load_q, query_rows
 
 
 @triton.jit
@@ -64,35 +64,21 @@ def prefill(
         return
     seq = tl.sum((cum <= index).to(tl.int32), 0)
     block = index - tl.max(tl.where(cum <= index, cum, 0), 0)
-    first_row = tl.load(starts + seq)
-    n_q = tl.load(starts + seq + 1) - first_row
     length = tl.load(seq_lens + seq)
+    first_row, n_q = query_rows(starts, seq, False)
     r = tl.arange(0, BM)
     token = block * BQ + r // G
     h = head * G + r % G
     valid = (r < BQ * G) & (token < n_q)
     qt = load_q(q, first_row, token, h, valid, q_stride, D, D_PAD, STORE)
-    first_position = length - n_q + block * BQ
-    positions = length - n_q + token
-    end = tl.minimum(length - n_q + (block + 1) * BQ, length)
-    table = tables + seq.to(tl.int64) * table_stride
-    m_i = tl.full([BM], float("-inf"), tl.float32)
-    l_i = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D_PAD], tl.float32)
+    before = length - n_q + block * BQ
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BN * BN
-    elif UNMASKED:
-        unmasked = (first_position + 1) // BN * BN
-        for n0 in range(0, unmasked, BN):
-            acc, m_i, l_i = attend(
-                acc, m_i, l_i, qt, k, ks, v, vs, table, n0, end, head, positions, qk_scale,
-                softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, False,
-            )  # fmt: skip
-        begin = unmasked
-    for n0 in range(begin, end, BN):
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, qt, k, ks, v, vs, table, n0, end, head, positions, qk_scale,
-            softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, True,
-        )  # fmt: skip
+        begin = tl.maximum(before - WINDOW + 1, 0) // BN * BN
+    end = tl.minimum(before + BQ, length)
+    acc, m_i, l_i = attend_range(
+        qt, k, ks, v, vs, tables + seq.to(tl.int64) * table_stride, begin, end, before, end, head,
+        length - n_q + token, qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP,
+        STORE, UNMASKED,
+    )  # fmt: skip
     finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)

@@ -63,13 +63,38 @@ def kv_tile(
 
 
 @triton.jit
+def blocks_of(table, n0, end, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The one or two blocks of a tile of keys from n0 on; anything where a tile lies otherwise."""
+    last = (end - 1) // PAGE
+    first = tl.minimum(n0 // PAGE, last)
+    if PAGE % BN == 0:
+        block = tl.load(table + first)
+        return block, block
+    elif BN == 2 * PAGE:
+        return tl.load(table + first), tl.load(table + tl.minimum(n0 // PAGE + 1, last))
+    else:
+        return last, last
+
+
+@triton.jit
 def rows_of_keys(
-    table, n0, n, inside, head, HKV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr
+    table,
+    low_block,
+    high_block,
+    n0,
+    n,
+    inside,
+    head,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BN: tl.constexpr,
 ):
     """Row index [BN] into [N * 2 * Hkv * B] of keys n0 + n of one KV head."""
     if PAGE % BN == 0:
-        block = tl.load(table + n0 // PAGE).to(tl.int64)
-        return (block * (2 * HKV) + head) * PAGE + n0 % PAGE + n
+        return (low_block.to(tl.int64) * (2 * HKV) + head) * PAGE + n0 % PAGE + n
+    elif BN == 2 * PAGE:
+        block = tl.where(n < PAGE, low_block, high_block).to(tl.int64)
+        return (block * (2 * HKV) + head) * PAGE + n % PAGE
     else:
         block = tl.load(table + (n0 + n) // PAGE, mask=inside, other=0).to(tl.int64)
         return (block * (2 * HKV) + head) * PAGE + (n0 + n) % PAGE
@@ -86,6 +111,8 @@ def attend(
     v,
     vs,
     table,
+    low_block,
+    high_block,
     n0,
     end,
     head,
@@ -102,33 +129,99 @@ def attend(
     STORE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of BN keys from n0: new (acc, m_i, l_i). Scores are in log2 units."""
+    """One tile of BN keys from n0: new (acc, m_i, l_i); m_i in log2 units; qk_scale is positive."""
     n = tl.arange(0, BN)
     inside = n0 + n < end
-    rows = rows_of_keys(table, n0, n, inside, head, HKV, PAGE, BN)
+    rows = rows_of_keys(table, low_block, high_block, n0, n, inside, head, HKV, PAGE, BN)
     kt = kv_tile(k, ks, rows, inside, D, D_PAD, BN, STORE, True, MASKED, q.dtype)
     s = tl.dot(q, kt, input_precision="ieee")
+    # scores become log2 units on their way into exp2, one multiply-add each
+    unit = qk_scale * LOG2E
     if SOFTCAP:
         s = s * (qk_scale / softcap)
         s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0))
-    else:
-        s = s * (qk_scale * LOG2E)
+        unit = 1.0
     if MASKED:
         keys = (n0 + n)[None, :]
         seen = (keys <= positions[:, None]) & inside[None, :]
         if WINDOW > 0:
             seen = seen & (keys > positions[:, None] - WINDOW)
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_new = tl.maximum(m_i, tl.max(s, 1) * unit)
     safe = m_new
     if MASKED:
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - safe[:, None])
+    p = tl.exp2(s * unit - safe[:, None])
     alpha = tl.exp2(m_i - safe)
     l_i = l_i * alpha + tl.sum(p, 1)
     vt = kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
     acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l_i
+
+
+@triton.jit
+def attend_range(
+    q,
+    k,
+    ks,
+    v,
+    vs,
+    table,
+    low,
+    high,
+    before,
+    end,
+    head,
+    positions,
+    qk_scale,
+    softcap,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr,
+    UNMASKED: tl.constexpr,
+):
+    """(acc, m_i, l_i) of keys low to high, low a multiple of BN. `before` is the first query's
+    position: tiles that end at or before it need no mask, and with UNMASKED get a loop of their own.
+    """
+    m_i = tl.full([BM], float("-inf"), tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    # one tile ahead, so that no load of K waits for a load of the table
+    low_block, high_block = blocks_of(table, low, end, PAGE, BN)
+    if UNMASKED and WINDOW == 0:
+        seen = tl.maximum(tl.minimum((before + 1) // BN * BN, high), low)
+        for n0 in range(low, seen, BN):
+            next_low, next_high = blocks_of(table, n0 + BN, end, PAGE, BN)
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head,
+                positions, qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, False,
+            )  # fmt: skip
+            low_block, high_block = next_low, next_high
+        low = seen
+    for n0 in range(low, high, BN):
+        next_low, next_high = blocks_of(table, n0 + BN, end, PAGE, BN)
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head, positions,
+            qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, True,
+        )  # fmt: skip
+        low_block, high_block = next_low, next_high
+    return acc, m_i, l_i
+
+
+@triton.jit
+def query_rows(starts, seq, SINGLE: tl.constexpr):
+    """(first row in q, number of queries) of a sequence; SINGLE: each has one."""
+    if SINGLE:
+        return seq, 1
+    else:
+        first_row = tl.load(starts + seq)
+        return first_row, tl.load(starts + seq + 1) - first_row
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from halogen_triton import linear_kernels as kernels
 from halogen_triton.interpreter import repair
 from halogen_triton.launch import Launch, Tuning
 from halogen_triton.planes import Planes
+from halogen_triton.skinny import few_rows, one_row, skinny_rule
 
 repair()
 
@@ -59,24 +60,35 @@ def linear(
     bias: Tensor | None = None,
     activation: int = 0,
     out_dtype: torch.dtype | None = None,
+    joins: Tensor | None = None,
 ) -> Tensor:
     """X [T, K] times weight [N, K] transposed, plus bias: [T, N].
 
-    With `activation` (see `pointwise_kernels.gated`; one row only) the weight is gate over up
-    and the
-    result [T, N / 2].
+    With `activation` (see `pointwise_kernels.gated`; where `gates` allows it) the weight is gate
+    over up and the result [T, N / 2]. `joins` are counters as `attention` takes them.
     """
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
+    skinny = skinny_rule(weight, tuning, rows, n)
     plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked)
-    if plain and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
+    if plain and not skinny and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
         return _library(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
-    if rows:
+    if skinny:
+        assert isinstance(weight, Tensor)
+        few_rows(x, weight, skinny, bias, activation, y, joins)
+    elif rows:
         assert not activation or (rows == 1 and not isinstance(weight, Stacked))
         _into(y, x, weight, tuning, bias, activation)
     return y
+
+
+def gates(rows: int, weight: Weight, tuning: Tuning) -> bool:
+    """Whether `linear` can apply a gated activation itself."""
+    if rows == 1:
+        return not isinstance(weight, Stacked)
+    return skinny_rule(weight, tuning, rows, weight.shape[-2] // 2) is not None
 
 
 def _into(
@@ -180,10 +192,7 @@ def _gemv(
             BN=launch.block_n, NB=blocks, **_format(weight), **flags, **launch.options,
         )  # fmt: skip
         return
-    launch = tuning.launch("dense_gemv", n=n, k=k)
-    kernels.dense_gemv[(triton.cdiv(n, launch.block_n),)](
-        x, weight, extra, y, n, k, BN=launch.block_n, BK=launch.block_k, **flags, **launch.options
-    )
+    one_row(x, weight, tuning, bias, activation, y)
 
 
 def _gemm(

@@ -1,6 +1,6 @@
 # ruff: noqa: E501, ANN001, ANN201, C901, D403, N803, PLR0913, PLR0915
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
-"""Linear layers over dense and bit-plane weights: GEMV for one row, tiled GEMM for more, experts.
+"""Linear layers: GEMV over bit planes for one row, tiled GEMM for more, experts.
 
 FORMAT is `PlaneFormat.index` (0: dense); HIGH its extra bits; OFFSET what a code of zero stands for.
 A GATED weight has its gate rows first and its up rows after them, N each; the result is
@@ -66,48 +66,6 @@ def plane_gemv(
             up = plane_products(up, x, ud, uh, uh2, us, us2, ut, b, KB, FORMAT, HIGH, OFFSET)
             ud, uh, uh2, us, us2, ut = nd, nh, nh2, ns, ns2, nt
         b += NB
-    total = tl.sum(acc, 1)
-    if BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        total = gated(total, tl.sum(up, 1), GATED)
-    tl.store(y + n, total.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def dense_gemv(
-    x,
-    weight,
-    bias,
-    y,
-    N,
-    K,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y [N] = W x + bias for one row x [K] and W [N, K]; weights pass through, evicted first."""
-    pdl_launch(PDL)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = n < N
-    k = tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    pdl_wait(PDL)
-    for k0 in range(0, K, BK):
-        live = k0 + k < K
-        mask = inside[:, None] & live[None, :]
-        xk = tl.load(x + k0 + k, mask=live, other=0.0).to(tl.float32)[None, :]
-        w = tl.load(at + k0, mask=mask, other=0.0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * xk
-        if GATED:
-            u = tl.load(
-                at + N.to(tl.int64) * K + k0, mask=mask, other=0.0, eviction_policy="evict_first"
-            )
-            up += u.to(tl.float32) * xk
     total = tl.sum(acc, 1)
     if BIAS:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ from halogen_core.spi import (
 from halogen_triton.attention import AttentionPlan, HeadShape, Sequences, attention
 from halogen_triton.kv import payload
 from halogen_triton.launch import Tuning
-from halogen_triton.linear import Stacked, embedding_rows, expert_linear, linear
+from halogen_triton.linear import embedding_rows, expert_linear, gates, linear
 from halogen_triton.moe import expert_rows, route
 from halogen_triton.planes import Planes
 from halogen_triton.pointwise import (
@@ -37,7 +37,10 @@ from halogen_triton.pointwise import (
 )
 from halogen_triton.sampling import DrawTensors, draw, draw_arrays, is_plain
 
+
 Weight = PackedWeight[Tensor]
+_JOINS = 1 << 16
+"""Counters of kernels whose last program joins what others left; each leaves them at 0."""
 
 
 class TritonOps(TorchOps):
@@ -50,6 +53,7 @@ class TritonOps(TorchOps):
         self.flash_threshold = 1024
         """Context in tokens up to which a decoding sequence is not split over programs."""
         self._rotations: dict[RopeSpec, Rotation] = {}
+        self._joins = torch.zeros(_JOINS, dtype=torch.int32, device=device)
         self.attention_calls: Counter[str] = Counter()
         """Calls by path: `direct`, `flash` (split over programs), `prefill`."""
 
@@ -69,7 +73,7 @@ class TritonOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Weight, *, bias: Weight | None = None) -> Tensor:
         own = None if bias is None else bias.payload
-        return linear(self._rows(x), weight.payload, self.tuning, bias=own)
+        return linear(self._rows(x), weight.payload, self.tuning, bias=own, joins=self._joins)
 
     def qkv_rope_store(
         self,
@@ -105,7 +109,12 @@ class TritonOps(TorchOps):
         *,
         sinks: Weight | None = None,
     ) -> Tensor:
-        plan = self.attention_plan(spec.head_dim, quantised=payload(kv).scales is not None)
+        plan = self.attention_plan(
+            spec.head_dim,
+            quantised=payload(kv).scales is not None,
+            pairs=meta.host.num_sequences * spec.num_kv_heads,
+            length=meta.host.max_seq_len,
+        )
         sequences = self._sequences(meta, plan.max_decode)
         if sequences.has_decodes:
             self.attention_calls["flash" if sequences.flash else "direct"] += 1
@@ -118,13 +127,14 @@ class TritonOps(TorchOps):
             _heads(spec),
             plan,
             sinks=None if sinks is None else sinks.payload,
+            joins=self._joins,
         )
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         return gated_act(self._rows(gate_up), ACTIVATIONS[kind], pdl=self.tuning.pdl)
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight, kind: Activation) -> Tensor:
-        if x.shape[0] != 1 or isinstance(gate_up.payload, Stacked):
+        if not gates(x.shape[0], gate_up.payload, self.tuning):
             return super().mlp(x, gate_up, down, kind)
         inner = linear(self._rows(x), gate_up.payload, self.tuning, activation=ACTIVATIONS[kind])
         return self.linear(inner, down)
@@ -146,7 +156,9 @@ class TritonOps(TorchOps):
     def logits(
         self, x: Tensor, weight: Weight, *, scale: float = 1.0, softcap: float | None = None
     ) -> Tensor:
-        values = linear(self._rows(x), weight.payload, self.tuning, out_dtype=torch.float32)
+        values = linear(
+            self._rows(x), weight.payload, self.tuning, out_dtype=torch.float32, joins=self._joins
+        )
         if scale != 1.0:
             values = values.mul_(scale)
         return values if softcap is None else values.div_(softcap).tanh_().mul_(softcap)
@@ -158,18 +170,26 @@ class TritonOps(TorchOps):
         if not is_plain(batch):
             return super().sample(logits, meta)
         if batch.all_greedy:
-            return Sampled(token_ids=draw(logits, None))
+            return Sampled(
+                token_ids=draw(logits, None, joins=self._joins, pdl=self.tuning.pdl)
+            )
         fields = {
             name: torch.from_numpy(array).to(self.device)
             for name, array in draw_arrays(batch).items()
         }
         return Sampled(token_ids=draw(logits, DrawTensors(fields)))
 
-    def attention_plan(self, head_dim: int, *, quantised: bool) -> AttentionPlan:
-        """Launch shapes of attention for a head dim; `quantised` KV has scales."""
-        decode = self.tuning.rule("decode", d=head_dim, quant=int(quantised))
+    def attention_plan(
+        self, head_dim: int, *, quantised: bool, pairs: int = 0, length: int = 0
+    ) -> AttentionPlan:
+        """Launch shapes of attention for a head dim; `quantised` KV has scales.
+
+        `pairs` are (sequence, KV head) pairs, `length` that of the longest sequence.
+        """
+        quant = int(quantised)
+        decode = self.tuning.rule("decode", d=head_dim, quant=quant, pairs=pairs)
         return AttentionPlan(
-            prefill=self.tuning.launch("prefill", d=head_dim, quant=int(quantised)),
+            prefill=self.tuning.launch("prefill", d=head_dim, quant=quant, length=length),
             decode=decode.launch,
             programs=decode.programs,
             max_decode=1 if decode.programs else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,15 +43,35 @@ def draw_arrays(batch: SamplingBatch) -> dict[str, NDArray[np.generic]]:
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def draw(logits: Tensor, fields: DrawTensors | None) -> Tensor:
-    """Token ids [R] int32 of logits [R, V] float32; None: all greedy (lowest id wins a tie)."""
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows == 0:
+def draw(
+    logits: Tensor, fields: DrawTensors | None, *, joins: Tensor | None = None, pdl: bool = False
+) -> Tensor:
+    """Token ids [R] int32 of logits [R, V] float32; None: all greedy (lowest id wins a tie).
+
+    `joins` are counters as `attention` takes them.
+    """
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    if logits.shape[0] == 0:
         return out
-    given = [out] * len(FIELDS) if fields is None else [fields.tensors[name] for name in FIELDS]
     block = 4096 if not active() else 256
-    kernels.sample_rows[(rows,)](
-        logits, *given, out, vocab, BLOCK=block, SAMPLE=fields is not None, num_warps=16
-    )
+    if fields is None:
+        _greedy(logits, out, block, joins, pdl)
+        return out
+    kernels.sample_rows[(logits.shape[0],)](
+        logits, *(fields.tensors[name] for name in FIELDS), out, logits.shape[1], BLOCK=block,
+        num_warps=16,
+    )  # fmt: skip
     return out
+
+
+def _greedy(logits: Tensor, out: Tensor, block: int, joins: Tensor | None, pdl: bool) -> None:
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, block)
+    if joins is None or len(joins) < rows:
+        joins = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    kernels.greedy_rows[(rows, blocks)](
+        logits, values, torch.empty_like(values, dtype=torch.int32), joins, out, vocab,
+        BLOCK=block, PARTS=triton.next_power_of_2(blocks), PDL=pdl, num_warps=8,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

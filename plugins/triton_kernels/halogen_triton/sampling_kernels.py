@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
+
 
 @triton.jit
 def _ordered(x):
@@ -44,6 +46,46 @@ def _count_and_mass(row, V, top, inverse, least, floor, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def greedy_rows(
+    logits,
+    values,
+    ids,
+    joins,
+    out,
+    V,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [R] int32: the lowest id of the highest logit of [R, V] float32; grid (R, blocks of V).
+
+    The last program of a row to arrive at `joins` [R] picks from what all left in `values` and
+    `ids` [R, blocks], and leaves the counter at 0. PARTS is at least the number of blocks.
+    """
+    pdl_launch(PDL)
+    r = tl.program_id(0).to(tl.int64)
+    blocks = tl.num_programs(1)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pdl_wait(PDL)
+    x = tl.load(logits + r * V + v, mask=v < V, other=float("-inf"))
+    top = tl.max(x, 0)
+    at = r * blocks + tl.program_id(1)
+    tl.store(values + at, top)
+    tl.store(ids + at, tl.min(tl.where((x == top) & (v < V), v, V), 0))
+    # all threads have stored before one of them says so
+    tl.debug_barrier()
+    if tl.atomic_add(joins + r, 1, sem="acq_rel") == blocks - 1:
+        b = tl.arange(0, PARTS)
+        own = r * blocks + b
+        # past the first-level cache: it may hold what lay here before
+        tops = tl.load(values + own, mask=b < blocks, other=float("-inf"), cache_modifier=".cg")
+        first = tl.load(ids + own, mask=b < blocks, other=0x7FFFFFFF, cache_modifier=".cg")
+        chosen = tl.min(tl.where(tops == tl.max(tops, 0), first, V), 0)
+        tl.store(out + r, tl.minimum(chosen, V - 1))
+        tl.store(joins + r, 0)
+
+
+@triton.jit
 def sample_rows(
     logits,
     temperature,
@@ -54,7 +96,6 @@ def sample_rows(
     out,
     V,
     BLOCK: tl.constexpr,
-    SAMPLE: tl.constexpr,
 ):
     """out [R] int32 from logits [R, V] float32; one program per row. Temperature 0 is greedy."""
     r = tl.program_id(0).to(tl.int64)
@@ -69,14 +110,13 @@ def sample_rows(
         where = tl.where(better, v, where)
     top = tl.max(best, 0)
     chosen = tl.min(tl.where(best == top, where, V), 0)
-    if SAMPLE:
-        t = tl.load(temperature + r)
-        if t > 0.0:
-            k = tl.load(top_k + r)
-            p = tl.load(top_p + r)
-            u = tl.load(uniforms + r)
-            floor = tl.load(min_p + r)
-            chosen = _draw(row, V, top, 1.0 / t, k, p, floor, u, chosen, BLOCK)
+    t = tl.load(temperature + r)
+    if t > 0.0:
+        k = tl.load(top_k + r)
+        p = tl.load(top_p + r)
+        u = tl.load(uniforms + r)
+        floor = tl.load(min_p + r)
+        chosen = _draw(row, V, top, 1.0 / t, k, p, floor, u, chosen, BLOCK)
     tl.store(out + r, tl.minimum(chosen, V - 1))
 
 

@@ -176,6 +176,23 @@ def test_layer_options(options, flash):
     check(Problem([60, 19, 5], [7, 19, 1], shape), "f32", flash=flash)
 
 
+def test_counters_are_left_at_zero():
+    problem, joins = Problem([70, 3, 33], [1] * 3, heads()), torch.zeros(6, dtype=torch.int32)
+    joins = joins.to(DEVICE)
+    arguments = (problem.kv, problem.sequences(), problem.shape, plan(programs=7))
+    first = attention(problem.q.to(DEVICE), *arguments, joins=joins)
+    assert not joins.any()
+    assert torch.equal(first, attention(problem.q.to(DEVICE), *arguments, joins=joins))
+
+
+@pytest.mark.parametrize(
+    ("programs", "pairs", "want"),
+    [(132, 8, 128), (132, 100, 132), (264, 256, 256), (132, 512, 132)],
+)
+def test_a_split_is_even_where_little_is_left_unused(programs, pairs, want):
+    assert plan(programs=programs).split(pairs) == want
+
+
 @pytest.mark.parametrize("flash", [False, True])
 def test_sinks(flash):
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
