@@ -37,6 +37,8 @@ class TextDelta:
     """
 
     text: str = ""
+    reasoning: str = ""
+    """What the model thought before its answer, where that was parted."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -86,29 +88,45 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-class TextStream:
-    """Turns the token outputs of one request into text deltas."""
+class Splitter(Protocol):
+    """Parts a growing text into thoughts and answer."""
 
-    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def push(self, text: str) -> tuple[str, str]: ...
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, at the end."""
+        ...
+
+
+class TextStream:
+    """Turns the token outputs of one request into text deltas; stop strings end answers only."""
+
+    def __init__(
+        self, tokenizer: TokenBytes, stop: Sequence[str] = (), splitter: Splitter | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._splitter = splitter
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(tuple(s for s in stop if s))
 
     def push(self, output: TokenOutput) -> TextDelta:
         """The delta for `output`; a stop string cuts its tokens and ends the answer."""
-        shown, used, stop = "", 0, None
+        thoughts, shown, used, stop = "", "", 0, None
         for token in output.token_ids:
             used += 1
-            text, stop = self._matcher.push(self._decode(token))
-            shown += text
+            thought, answer = self._split(self._decode(token))
+            text, stop = self._matcher.push(answer)
+            thoughts, shown = thoughts + thought, shown + text
             if stop is not None:
                 break
         reason = "stop" if stop is not None else output.finish_reason
         if reason is not None and stop is None:
-            text, stop = self._matcher.push(self._decoder.decode(b"", final=True))
-            shown += text + self._matcher.flush()
+            thought, answer = self._last()
+            text, stop = self._matcher.push(answer)
+            thoughts, shown = thoughts + thought, shown + text + self._matcher.flush()
         return TextDelta(
             text=shown,
+            reasoning=thoughts,
             token_ids=tuple(output.token_ids[:used]),
             logprobs=tuple(output.logprobs[:used]),
             prompt_logprobs=tuple(output.prompt_logprobs),
@@ -119,6 +137,17 @@ class TextStream:
             error_code=output.error_code,
             error=output.error,
         )
+
+    def _split(self, text: str) -> tuple[str, str]:
+        return self._splitter.push(text) if self._splitter else ("", text)
+
+    def _last(self) -> tuple[str, str]:
+        """Unfinished bytes and what the splitter held back."""
+        thought, answer = self._split(self._decoder.decode(b"", final=True))
+        if self._splitter is None:
+            return thought, answer
+        more_thought, more_answer = self._splitter.finish()
+        return thought + more_thought, answer + more_answer
 
     def _decode(self, token: int) -> str:
         if self._tokenizer.is_control(token):
@@ -132,9 +161,10 @@ async def generate_text(
     tokenizer: TokenBytes,
     *,
     stop: Sequence[str] = (),
+    splitter: Splitter | None = None,
 ) -> AsyncIterator[TextDelta]:
     """Generate as text; closing the iterator, or meeting a stop string, ends the sequence."""
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(tokenizer, stop, splitter)
     async with aclosing(client.generate(request)) as outputs:
         async for output in outputs:
             delta = stream.push(output)

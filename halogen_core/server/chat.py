@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halogen_core.engine.protocol import GenerateRequest
+from halogen_core.engine.reasoning import OPEN, Part, ReasoningSplitter
 from halogen_core.engine.text import TextDelta
 from halogen_core.errors import RequestError
+from halogen_core.loader.chat_template import chat_template
 from halogen_core.server import validation
 from halogen_core.server.generation import Choice, Event, Generation, Tally
 from halogen_core.server.logprobs import chat_logprobs
@@ -24,6 +26,9 @@ from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
 from halogen_core.server.structured import answer_grammar, check_grammar, lark_grammar
 from halogen_core.server.tools import Toolbox, ToolDeltas, read_tools
+
+TAIL_TOKENS = 16
+"""Of a prompt, in which its template may have opened the thoughts: `<think>` letter by letter."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -87,6 +92,7 @@ def make_choices(answer: ChatAnswer, prompt: Prompt, grammar: str) -> list[Choic
         Choice(
             index=index,
             prompt=prompt,
+            splitter=None if grammar else make_splitter(service, body, prompt),
             request=GenerateRequest(
                 request_id=f"{answer.id}-{index}",
                 prompt_token_ids=prompt.token_ids,
@@ -99,6 +105,15 @@ def make_choices(answer: ChatAnswer, prompt: Prompt, grammar: str) -> list[Choic
         )
         for index in range(body.n or 1)
     ]
+
+
+def make_splitter(service: Service, body: ChatBody, prompt: Prompt) -> ReasoningSplitter | None:
+    """What parts thoughts from the answer; None where the model's template knows no thoughts."""
+    template = chat_template(service.tokenizer, with_tools=bool(body.tools))
+    if body.reasoning_format == "none" or OPEN not in template:
+        return None
+    tail = service.tokenizer.decode(prompt.token_ids[-TAIL_TOKENS:], control=True)
+    return ReasoningSplitter(Part.THOUGHTS if tail.rstrip().endswith(OPEN) else Part.START)
 
 
 @attrs.define(kw_only=True)
@@ -122,6 +137,8 @@ class ChatAnswer:
         index, delta = event
         logprobs = self._logprobs(delta.logprobs)
         text, calls = self._read(index, delta.text, delta.finish_reason)
+        if delta.reasoning:
+            yield self._chunk(index, {"reasoning_content": delta.reasoning})
         if text or logprobs:
             yield self._chunk(index, {"content": text}, logprobs=logprobs)
         if calls:
@@ -146,6 +163,8 @@ class ChatAnswer:
         reason = deltas[-1].finish_reason or "stop"
         text, calls = self._read(index, "".join(delta.text for delta in deltas), reason)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts := "".join(delta.reasoning for delta in deltas):
+            message["reasoning_content"] = thoughts
         if calls:
             whole = [{k: v for k, v in call.items() if k != "index"} for call in calls]
             message |= {"content": text or None, "tool_calls": whole}

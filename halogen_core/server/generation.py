@@ -12,7 +12,7 @@ from typing import TypeVar
 import attrs
 
 from halogen_core.engine.protocol import GenerateRequest
-from halogen_core.engine.text import TextDelta, generate_text
+from halogen_core.engine.text import Splitter, TextDelta, generate_text
 from halogen_core.errors import EngineUnavailable, HalogenError, RequestError
 from halogen_core.server.prompts import Prompt
 from halogen_core.server.service import Service
@@ -29,6 +29,8 @@ class Choice:
     index: int
     prompt: Prompt
     request: GenerateRequest
+    splitter: Splitter | None = None
+    """Parts thoughts from the answer, for models that think."""
 
 
 @attrs.define(kw_only=True)
@@ -114,7 +116,11 @@ class Generation:
         watch = self._service.metrics.watch(choice.request, self._began)
         try:
             deltas = generate_text(
-                self._service.engine, choice.request, self._service.tokenizer, stop=self._stops
+                self._service.engine,
+                choice.request,
+                self._service.tokenizer,
+                stop=self._stops,
+                splitter=choice.splitter,
             )
             async with aclosing(deltas):  # type: ignore[type-var]
                 async for delta in deltas:

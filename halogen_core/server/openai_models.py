@@ -162,6 +162,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
 
     # known, and refused unless they ask for nothing
     functions: Any = None
