@@ -81,11 +81,13 @@ def build_step(items: Sequence[BatchItem], block_size: int) -> Step:
 
 def step_shape(items: Sequence[BatchItem]) -> StepShape:
     """The step's size for the cost model; one token of a sequence with history is decode."""
-    decodes = sum(1 for item in items if item.count == 1 and item.start > 0)
+    prompts = [item for item in items if item.count > 1 or not item.start]
+    decodes = len(items) - len(prompts)
     return StepShape(
-        prefill_tokens=sum(item.count for item in items) - decodes,
+        prefill_tokens=sum(item.count for item in prompts),
         decode_sequences=decodes,
         kv_tokens=sum(item.end for item in items),
+        prefill_pairs=sum(item.count * (item.start + item.end + 1) // 2 for item in prompts),
     )
 
 

@@ -58,7 +58,12 @@ class Composer:
     def _slice_seconds(self) -> float:
         """Of the shortest slice of which half the time does more than get a step going."""
         context = next((s.num_computed_tokens for s in self.residents.running if is_long(s)), 0)
-        return 2 * (self.budget.seconds(self.blocks.block_size, 0, context) or 0.0)
+        return 2 * self._alone(self.blocks.block_size, context)
+
+    def _alone(self, tokens: int, context: int) -> float:
+        """Predicted time of a slice; 0 where nothing is known."""
+        seconds = self.budget.seconds(tokens, context=context, decodes=0, kv_tokens=context)
+        return seconds or 0.0
 
     def _has_work(self, lane: Lane) -> bool:
         if len(self.entry.queues[lane]):
@@ -105,13 +110,15 @@ class Composer:
         if self.residents.num_running > len(prompts):
             limit = max(self.blocks.block_size, limit // 4)
             within_s = self.lanes.saved_s if step.slack_s is not None else within_s
-        budget = self.budget.prompt_tokens(within_s, limit, kv_tokens=context)
+        budget = self.budget.prompt_tokens(
+            within_s, limit, context=context, decodes=0, kv_tokens=context
+        )
         self._continue_prompts(prompts, budget, step)
         if not (step or self.residents.preempted):
             self._enter(Lane.LONG, now, budget, step)
         if step.slack_s is not None:
             for item in step.prompts:
-                self.lanes.spend(self.budget.seconds(item.num_tokens, 0, context) or 0.0)
+                self.lanes.spend(self._alone(item.num_tokens, context))
 
     def _prompt_budget(self, step: Step, prompts: list[Sequence]) -> int:
         left, within_s = self.limits.max_tokens - len(step.decodes), self.budget.target_s
@@ -123,6 +130,7 @@ class Composer:
         return self.budget.prompt_tokens(
             within_s,
             left,
+            context=max((seq.num_computed_tokens for seq in prompts), default=0),
             decodes=len(step.decodes),
             kv_tokens=sum(seq.num_computed_tokens for seq in members),
         )

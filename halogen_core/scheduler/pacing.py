@@ -21,22 +21,30 @@ class StepBudget:
     granule: int = 16
     """Prompts make progress by at least so many tokens."""
 
-    def seconds(self, tokens: int, decodes: int, kv_tokens: int) -> float | None:
-        """Predicted time of a step that computes so many prompt tokens beside answers."""
+    def seconds(self, tokens: int, *, context: int, decodes: int, kv_tokens: int) -> float | None:
+        """Predicted time of a step: prompt tokens after `context` others, beside answers.
+
+        `kv_tokens` are those of answers and prompts before the step.
+        """
         if self.cost is None:
             return None
         predicted = self.cost(
-            StepShape(prefill_tokens=tokens, decode_sequences=decodes, kv_tokens=kv_tokens + tokens)
+            StepShape(
+                prefill_tokens=tokens,
+                decode_sequences=decodes,
+                kv_tokens=kv_tokens + tokens,
+                prefill_pairs=_pairs(tokens, context),
+            )
         )
         return None if predicted is None else predicted.p50
 
     def prompt_tokens(
-        self, within_s: float | None, limit: int, *, decodes: int = 0, kv_tokens: int = 0
+        self, within_s: float | None, limit: int, *, context: int, decodes: int, kv_tokens: int
     ) -> int:
         """Most prompt tokens, up to `limit`, with which a step takes no longer; None: any time."""
 
         def fits(tokens: int) -> bool:
-            predicted = self.seconds(tokens, decodes, kv_tokens)
+            predicted = self.seconds(tokens, context=context, decodes=decodes, kv_tokens=kv_tokens)
             return within_s is None or predicted is None or predicted <= within_s
 
         if limit <= self.granule or fits(limit):
@@ -52,7 +60,7 @@ class StepBudget:
 
         None: there are no answers, no target, or nothing is known about the device.
         """
-        alone = self.seconds(0, decodes, kv_tokens)
+        alone = self.seconds(0, context=0, decodes=decodes, kv_tokens=kv_tokens)
         if not decodes or self.target_s is None or alone is None:
             return None
         return max(self.target_s - alone, self.target_s / 10)
@@ -63,13 +71,22 @@ def block_seconds(cost: CostModel, block_size: int) -> Callable[[int], float | N
     chunk = max(block_size, 512)
 
     def seconds(depth: int) -> float | None:
+        context = depth * block_size
         shape = StepShape(
-            prefill_tokens=chunk, decode_sequences=0, kv_tokens=depth * block_size + chunk
+            prefill_tokens=chunk,
+            decode_sequences=0,
+            kv_tokens=context + chunk,
+            prefill_pairs=_pairs(chunk, context),
         )
         predicted = cost(shape)
         return None if predicted is None else predicted.p50 * block_size / chunk
 
     return seconds
+
+
+def _pairs(tokens: int, context: int) -> int:
+    """Of prompt tokens and those they attend to, themselves included."""
+    return tokens * context + tokens * (tokens + 1) // 2
 
 
 @attrs.frozen

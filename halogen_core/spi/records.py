@@ -96,6 +96,9 @@ class StepShape:
     decode_sequences: int
     kv_tokens: int
     """KV tokens read, summed over sequences."""
+    prefill_pairs: int = 0
+    """Pairs of a prompt's token and a token it attends to: what attention computes for prompts,
+    which `kv_tokens` cannot tell (a chunk late in a long prompt reads as much, computes more)."""
 
 
 @attrs.frozen(kw_only=True)

@@ -15,9 +15,9 @@ _LEAST = 8
 
 
 class LinearCost:
-    """`seconds = a + b prefill_tokens + c decode_sequences + d kv_tokens`, none negative.
+    """Seconds = a + b prompt tokens + c decoding sequences + d KV tokens + e prompt pairs.
 
-    Fitted to relative errors, so that small steps count as much as big ones.
+    No weight is negative. Fitted to relative errors, so that small steps count as much as big ones.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,8 @@ class LinearCost:
 
 
 def _features(shape: StepShape) -> NDArray[np.float64]:
-    return np.array(
-        [1, shape.prefill_tokens, shape.decode_sequences, shape.kv_tokens], dtype=np.float64
-    )
+    sizes = (shape.prefill_tokens, shape.decode_sequences, shape.kv_tokens, shape.prefill_pairs)
+    return np.array([1, *sizes], dtype=np.float64)
 
 
 def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

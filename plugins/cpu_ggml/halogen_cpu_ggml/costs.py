@@ -17,7 +17,7 @@ TAIL = 1.3
 
 @attrs.define(eq=False)
 class CostModel:
-    """Time = a + b prefill tokens + c decode sequences + d KV tokens, least squares."""
+    """Time = a + b prompt tokens + c decoding sequences + d KV tokens + e prompt pairs."""
 
     seen: deque[tuple[StepShape, float]] = attrs.field(factory=lambda: deque(maxlen=KEPT))
     fit: tuple[np.ndarray, float] | None = None
@@ -41,10 +41,13 @@ class CostModel:
         x = np.array([_features(shape) for shape, _ in self.seen])
         y = np.array([seconds for _, seconds in self.seen])
         # relative errors count, so that short steps are predicted as well as long ones
-        weights = np.linalg.lstsq(x / y[:, None], np.ones_like(y), rcond=None)[0]
+        relative = x / y[:, None]
+        scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
+        weights = np.linalg.lstsq(relative / scale, np.ones_like(y), rcond=None)[0] / scale
         ratio = y / np.maximum(x @ weights, 1e-9)
         return weights, max(TAIL, float(np.quantile(ratio, 0.95)))
 
 
 def _features(shape: StepShape) -> np.ndarray:
-    return np.array([1.0, shape.prefill_tokens, shape.decode_sequences, shape.kv_tokens])
+    sizes = (shape.prefill_tokens, shape.decode_sequences, shape.kv_tokens, shape.prefill_pairs)
+    return np.array([1.0, *sizes])

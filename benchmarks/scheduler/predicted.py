@@ -1,0 +1,127 @@
+"""Predicted against real times of steps, on a real backend with a real model (B17).
+
+    python benchmarks/scheduler/predicted.py MODEL.gguf [--backend cpu_ggml] [--json FILE]
+
+A mixed load runs through the engine: prompts of 16 to 1,500 tokens in chunks beside answers. Before
+every step the backend is asked what it will take; afterwards that is compared with what it took.
+Reported are relative errors of single steps and of sums over ten (what time per token is made of).
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+
+from halogen_core.engine.building import build_engine
+from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.protocol import GenerateRequest
+
+WARM_UP = 32
+"""Steps after which the model is taken to know the machine."""
+LENGTHS = ((16, 128), (128, 600), (600, 1500))
+
+
+def requests(count, vocabulary):
+    rng = random.Random(5)
+    for i in range(count):
+        length = rng.randrange(*LENGTHS[i % 3])
+        yield GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=[rng.randrange(vocabulary) for _ in range(length)],
+            max_tokens=rng.randrange(20, 60),
+            ignore_eos=True,
+        )
+
+
+def watched(runner, steps):
+    """`runner.step` that notes (shape, predicted seconds, real seconds)."""
+    run = runner.step
+
+    def step(batch, shape):
+        cost = runner.backend.cost(shape)
+        began = time.perf_counter()
+        result = run(batch, shape)
+        steps.append((shape, cost and cost.p50, time.perf_counter() - began))
+        return result
+
+    return step
+
+
+def measure(options, count):
+    engine = build_engine(options)
+    steps = []
+    engine.runner.step = watched(engine.runner, steps)
+    waiting = list(requests(count, engine.info.vocab_size))
+    while waiting or engine.has_work:
+        while waiting and engine.scheduler.num_running + engine.scheduler.num_waiting < 6:
+            engine.submit(waiting.pop())
+        engine.step()
+    engine.close()
+    return steps
+
+
+def errors(pairs):
+    """Of predictions: mean and 95th percentile of |predicted - real| / real, and the bias."""
+    relative = sorted(abs(p - r) / r for p, r in pairs)
+    return {
+        "count": len(relative),
+        "mean": round(statistics.mean(relative), 3),
+        "median": round(statistics.median(relative), 3),
+        "p95": round(relative[int(0.95 * (len(relative) - 1))], 3),
+        "bias": round(sum(p for p, _ in pairs) / sum(r for _, r in pairs) - 1, 3),
+    }
+
+
+def report(steps):
+    known = [(shape, p, r) for shape, p, r in steps[WARM_UP:] if p]
+    kinds = {
+        "decode": [(p, r) for s, p, r in known if not s.prefill_tokens],
+        "prefill": [(p, r) for s, p, r in known if s.prefill_tokens and not s.decode_sequences],
+        "mixed": [(p, r) for s, p, r in known if s.prefill_tokens and s.decode_sequences],
+        "all": [(p, r) for _, p, r in known],
+    }
+    tens = [
+        tuple(map(sum, zip(*kinds["all"][i : i + 10], strict=True)))
+        for i in range(0, len(kinds["all"]) - 9, 10)
+    ]
+    return {name: errors(pairs) for name, pairs in (kinds | {"sums of ten": tens}).items() if pairs}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--backend", default="cpu_ggml")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="write every step here")
+    args = parser.parse_args()
+    options = EngineOptions(
+        model_path=str(args.model),
+        model_id=args.model.stem,
+        end_token_ids=[],
+        backend=args.backend,
+        threads=args.threads,
+        max_batch_tokens=256,
+        max_context=2048,
+    )
+    steps = measure(options, args.requests)
+    result = {
+        "model": args.model.name,
+        "backend": args.backend,
+        "machine": platform.machine(),
+        "relative_error": report(steps),
+    }
+    print(json.dumps(result, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if args.trace:
+        rows = [(s.prefill_tokens, s.decode_sequences, s.kv_tokens, p, r) for s, p, r in steps]
+        args.trace.write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
