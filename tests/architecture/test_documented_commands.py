@@ -60,6 +60,10 @@ def check(command, context, parts):
         check(found, click.Context(found, info_name=name, parent=context), rest)
         return
     known = {name: option for option in command.params for name in option.opts}
+    if len(parts) > 1 or not context.parent:
+        given = {part.partition("=")[0] for part in parts}
+        lacking = [p for p in command.params if isinstance(p, click.Option) and p.required]
+        assert not [p.opts for p in lacking if not given & set(p.opts)], "required"
     for at, part in enumerate(parts):
         name, _, value = part.partition("=")
         if not part.startswith("--") or name == "--help":
