@@ -15,7 +15,7 @@ from halogen_core.scheduler.limits import StepLimits
 from halogen_core.scheduler.pacing import StepBudget
 from halogen_core.scheduler.plan import Step
 from halogen_core.scheduler.residents import Residents, rank
-from halogen_core.scheduler.sequence import Lane, ScheduledSequence, Sequence, Status
+from halogen_core.scheduler.sequence import Lane, Sequence, Status
 
 
 @attrs.define(eq=False)
@@ -80,27 +80,34 @@ class Composer:
     def _normal_step(self, step: Step, now: float) -> None:
         prompts: list[Sequence] = []
         residents = self.residents
-        step.decodes, watched = self._awake()
+        watched = self._awake(step)
         for seq in watched:
             if seq.num_uncomputed_tokens > 1 or seq.num_draft_tokens:
                 if not is_long(seq):
                     prompts.append(seq)
             elif seq.status is Status.RUNNING and residents.make_room(seq, 1):
-                step.decodes.append(residents.settle(seq))
+                step.decode(residents.settle(seq))
         prompts = [seq for seq in prompts if not self.deadlines.prefill_over(seq, now)]
         budget = self._prompt_budget(step, prompts)
         budget = self._continue_prompts(prompts, budget, step)
         if not residents.preempted:  # else nobody enters now
             self._admit(now, budget, step)
 
-    def _awake(self) -> tuple[list[ScheduledSequence], Tokens[Sequence]]:
-        """Who may be in a normal step; fewer than run only after the device lowered its limits."""
-        steady, watched = self.residents.steady, self.residents.watched
-        most = self.limits.max_sequences
-        if self.residents.num_running <= most:
-            return list(steady.values()), tuple(watched)
-        first = sorted((s for s in self.residents.running if not is_long(s)), key=rank)[:most]
-        return [steady[s] for s in first if s in steady], [s for s in first if s in watched]
+    def _awake(self, step: Step) -> Tokens[Sequence]:
+        """Take those that are steady into a normal step; returns the others that may be in it.
+
+        Some may not only after the device lowered its limits.
+        """
+        residents, most = self.residents, self.limits.max_sequences
+        if residents.num_running <= most:
+            step.decodes = list(residents.steady.values())
+            step.texts = list(residents.texts.values())
+            return tuple(residents.watched)
+        first = sorted((s for s in residents.running if not is_long(s)), key=rank)[:most]
+        for seq in first:
+            if seq in residents.steady:
+                step.decode(residents.steady[seq])
+        return [seq for seq in first if seq in residents.watched]
 
     def _long_step(self, step: Step, now: float) -> None:
         """Over-long prompts alone, one after the other, in slices that others can wait for."""

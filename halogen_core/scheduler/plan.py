@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 import attrs
 
 from halogen_core.errors import RequestError
@@ -13,6 +15,8 @@ class Step:
     """A step while it is put together."""
 
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
+    texts: list[list[int]] = attrs.field(factory=list)
+    """The tokens of `decodes`."""
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     wait_until: float | None = None
     """When those that wait for company may enter."""
@@ -22,6 +26,11 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prompts)
 
+    def decode(self, item: ScheduledSequence) -> None:
+        """The next token of an answer."""
+        self.decodes.append(item)
+        self.texts.append(item.seq.token_ids)
+
     def compute(self, seq: Sequence, count: int) -> None:
         """`count` tokens of a prompt, or of an answer with its drafts."""
         self.prompts.append(ScheduledSequence(seq, count, count >= seq.num_uncomputed_tokens))
@@ -29,6 +38,7 @@ class Step:
     def drop_preempted(self) -> None:
         """Sequences that gave way after they were chosen."""
         self.decodes = [item for item in self.decodes if item.seq.status is Status.RUNNING]
+        self.texts = [item.seq.token_ids for item in self.decodes]
         self.prompts = [item for item in self.prompts if item.seq.status is Status.RUNNING]
 
 
@@ -37,8 +47,8 @@ class StepPlan:
     """One step: sequences that compute one token and pick the next, then prompts."""
 
     items: tuple[ScheduledSequence, ...] = ()
-    num_decodes: int = 0
-    """The first so many items are of one token, without drafts."""
+    texts: Tokens[list[int]] = ()
+    """The tokens of the first items, which compute one token and have no drafts."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies (source, destination) to run before the step, in order."""
     num_swapped_out: int = 0

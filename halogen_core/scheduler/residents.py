@@ -28,6 +28,8 @@ class Residents:
     steady: dict[Sequence, ScheduledSequence] = attrs.field(factory=dict, init=False)
     """One token behind and with room for it: each with its share of any step. Nobody needs to look
     at them until a block is full, so what a step costs follows from what changes."""
+    texts: dict[Sequence, list[int]] = attrs.field(factory=dict, init=False)
+    """The tokens of those that are steady, in the same order: all that a step has to touch."""
     watched: dict[Sequence, ScheduledSequence] = attrs.field(factory=dict, init=False)
     """All others that run, in order of entry."""
     preempted: list[Sequence] = attrs.field(factory=list, init=False)
@@ -53,11 +55,13 @@ class Residents:
         if self.config.max_total_tokens is not None:  # there is something to count in each step
             return self.watched[seq]
         item = self.steady[seq] = self.watched.pop(seq)
+        self.texts[seq] = seq.token_ids
         return item
 
     def watch(self, seq: Sequence) -> None:
         """`seq` filled a block, or is to verify drafts."""
         if item := self.steady.pop(seq, None):
+            del self.texts[seq]
             self.watched[seq] = item
 
     def begin_step(self) -> None:
@@ -106,7 +110,9 @@ class Residents:
 
     def leave(self, seq: Sequence, *, back: bool = False) -> None:
         """`seq` gives its blocks back; what they hold stays findable."""
-        if self.steady.pop(seq, None) is None:
+        if self.steady.pop(seq, None):
+            del self.texts[seq]
+        else:
             del self.watched[seq]
         if self.is_guarded(seq):
             self.set_aside -= self._ceiling(seq) - len(seq.block_table)

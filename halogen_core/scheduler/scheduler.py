@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
-from itertools import islice
 
 from halogen_core.scheduler.admission import Door
 from halogen_core.scheduler.blocks import BlockManagerProtocol
@@ -148,7 +147,7 @@ class Scheduler:
         moved_out, moved_in = self.blocks.take_moves()
         return StepPlan(
             items=(*step.decodes, *step.prompts),
-            num_decodes=len(step.decodes),
+            texts=step.texts,
             copies=self.blocks.pending_copies(),
             num_swapped_out=moved_out,
             num_swapped_in=moved_in,
@@ -164,19 +163,17 @@ class Scheduler:
     def update(self, plan: StepPlan, sampled: Tokens[Tokens[int]]) -> None:
         """Record that `plan` ran: for each item the new tokens, several if drafts were accepted."""
         self.blocks.end_step()
-        size = self.blocks.block_size
+        items, size = plan.items, self.blocks.block_size
         full = 1 % size  # tokens of the text that go beyond full blocks, once a block is full
-        results = zip(plan.items, sampled, strict=True)
-        for (seq, _, _), tokens in islice(results, plan.num_decodes):
+        for i, (text, tokens) in enumerate(zip(plan.texts, sampled, strict=False)):
             if len(tokens) == 1:
-                text = seq.token_ids
-                text += tokens
+                text.extend(tokens)
                 if len(text) % size == full:
-                    self._block_is_full(seq)
+                    self._block_is_full(items[i].seq)
             else:
-                self._record(seq, 1, tokens)
-        for (seq, num_tokens, _), tokens in results:
-            self._record(seq, num_tokens, tokens)
+                self._record(items[i].seq, 1, tokens)
+        for i in range(len(plan.texts), len(items)):
+            self._record(items[i].seq, items[i].num_tokens, sampled[i])
 
     def _record(self, seq: Sequence, num_tokens: int, tokens: Tokens[int]) -> None:
         if seq.status is not Status.RUNNING:
