@@ -32,8 +32,11 @@ class Step:
         self.texts.append(item.seq.token_ids)
 
     def compute(self, seq: Sequence, count: int) -> None:
-        """`count` tokens of a prompt, or of an answer with its drafts."""
-        self.prompts.append(ScheduledSequence(seq, count, count >= seq.num_uncomputed_tokens))
+        """`count` tokens of a prompt, or of an answer with as many drafts as that leaves."""
+        drafts = count - seq.num_uncomputed_tokens
+        if drafts >= 0:
+            seq.num_draft_tokens = drafts
+        self.prompts.append(ScheduledSequence(seq, count, drafts >= 0))
 
     def drop_preempted(self) -> None:
         """Sequences that gave way after they were chosen."""

@@ -151,7 +151,7 @@ class Residents:
         self.live_tokens -= seq.num_computed_tokens
         self.leave(seq, back=True)
         seq.num_preemptions += 1
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_draft_tokens = 0
         seq.status = Status.WAITING
         self.preempted.append(seq)
 

@@ -1,4 +1,4 @@
-"""The scheduler in any order of arrivals, aborts, steps and repeated steps."""
+"""The scheduler in any order of arrivals, aborts, drafts, changed limits and repeated steps."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +11,7 @@ from halogen_core.scheduler.config import SchedulerConfig
 from halogen_core.scheduler.policies import SCHEDULING_POLICIES, scheduling_policy
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence, Status
+from halogen_core.spi import Limits
 
 SIZE = 2
 
@@ -36,7 +37,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_preemptions=preemptions,
             headroom=0.0,
         )
-        self.scheduler = Scheduler(config, self.pool, policy=scheduling_policy(policy))
+        self.told = Limits()
+        self.scheduler = Scheduler(
+            config, self.pool, policy=scheduling_policy(policy), limits=lambda: self.told
+        )
         self.live = {}
         self.now = 0.0
         self.serial = 0
@@ -72,20 +76,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.abort(victim)
         assert self.live.pop(victim).status is Status.FINISHED
 
-    @rule(repeat=st.booleans())
-    def step(self, repeat):
+    @rule(sequences=st.integers(1, 3), tokens=st.integers(1, 7))
+    def change_limits(self, sequences, tokens):
+        self.told = Limits(max_sequences=sequences, max_tokens=tokens)
+        self.now += 1.0  # now it is asked again
+
+    @precondition(lambda self: self.answering())
+    @rule(data=st.data(), count=st.integers(1, 2))
+    def draft(self, data, count):
+        self.scheduler.draft(data.draw(st.sampled_from(self.answering())), count)
+
+    def answering(self):
+        """Those that have room in their answer for drafts."""
+        running = self.scheduler.running if hasattr(self, "scheduler") else ()
+        ready = [s for s in running if s.num_uncomputed_tokens == 1 and not s.num_draft_tokens]
+        return [s for s in ready if s.max_new_tokens - s.num_generated >= 3]
+
+    @rule(repeat=st.booleans(), accepted=st.integers(0, 2))
+    def step(self, repeat, accepted=0):
         self.now += 0.01
         plan = self.scheduler.schedule(self.now)
         if repeat:  # the device was busy: the engine asks again
             plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= 7
+        assert plan.num_tokens <= (self.told.max_tokens or 7)
+        assert len(plan.items) <= (self.told.max_sequences or 3)
         self.idle_steps = 0 if plan.items or not self.live else self.idle_steps + 1
         assert self.idle_steps < 3, "work and nothing done"
-        before = {seq.seq_id: seq.num_computed_tokens for seq, _, _ in plan.items}
-        sampled = [[seq.num_tokens % 3] if samples else [] for seq, _, samples in plan.items]
+        before = [seq.num_computed_tokens for seq, _, _ in plan.items]
+        wrong = [max(0, seq.num_draft_tokens - accepted) for seq, _, _ in plan.items]
+        sampled = [
+            [n % 3 for n in range(1 + seq.num_draft_tokens - left)] if samples else []
+            for (seq, _, samples), left in zip(plan.items, wrong, strict=True)
+        ]
         self.scheduler.update(plan, sampled)
-        for seq, count, _ in plan.items:
-            assert seq.num_computed_tokens == before[seq.seq_id] + count
+        for (seq, count, samples), start, left in zip(plan.items, before, wrong, strict=True):
+            assert seq.num_computed_tokens == start + count - (left if samples else 0)
+            assert seq.num_uncomputed_tokens == 1 or not samples
             assert len(seq.block_table) * SIZE >= seq.num_computed_tokens
             if seq.num_generated >= seq.max_new_tokens:
                 self.scheduler.finish(seq)
