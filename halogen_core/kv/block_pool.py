@@ -14,7 +14,7 @@ from halogen_core.errors import ConfigError
 from halogen_core.kv.eviction import LRU, EvictionPolicy
 from halogen_core.kv.lease import Lease, Match
 from halogen_core.kv.node import NOWHERE, Node
-from halogen_core.kv.residency import Residency
+from halogen_core.kv.residency import LedgerBreach, Residency
 from halogen_core.kv.tiers import Tiers
 from halogen_core.kv.tree import PrefixTree, ReuseRules, pack_tokens
 
@@ -111,6 +111,15 @@ class BlockPool:
         wanted = match.num_idle + match.num_absent + (match.tail is not None)
         if wanted > self.num_available:
             return False
+        try:
+            self._adopt(lease, match)
+        except LedgerBreach as exc:  # what was found may not be there any more
+            self._mend(str(exc))
+            return False
+        self.forget(lease.owner)
+        return True
+
+    def _adopt(self, lease: Lease, match: Match) -> None:
         held = match.nodes[match.first :]
         absent = [node for node in held if node.block == NOWHERE]
         for node in (*held, *((match.tail,) if match.tail else ())):
@@ -126,8 +135,6 @@ class BlockPool:
             lease.blocks += self.residency.take(1)
             self._copies[lease.blocks[-1]] = match.tail
             self._num_copies += 1
-        self.forget(lease.owner)
-        return True
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
         """Room for `num_tokens` in all; False (and no change) if there is none."""
@@ -137,7 +144,11 @@ class BlockPool:
         elif missing > 0:
             if missing > self.num_available:
                 return False
-            lease.blocks += self.residency.take(missing)
+            try:
+                lease.blocks += self.residency.take(missing)
+            except LedgerBreach as exc:
+                self._mend(str(exc))  # nothing is cached then, so this happens once
+                return self.grow(lease, num_tokens)
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], num_computed: int) -> None:
@@ -241,9 +252,7 @@ class BlockPool:
     def audit_idle(self) -> None:
         """Nobody runs: no block may be active. A breach is counted and mended, never raised."""
         if self.stats().active > len(self._copies):
-            from halogen_core.kv.ledger import mend
-
-            mend(self)
+            self._mend()
 
     def counters(self) -> Mapping[str, float]:
         policy, evictions = self.eviction_name, self.residency.evictions
@@ -263,6 +272,11 @@ class BlockPool:
         return {"kv_blocks_most_active": self.most_active, **below}
 
     # -- inside
+
+    def _mend(self, found: str | None = None) -> None:
+        from halogen_core.kv.ledger import mend  # late: it knows this module
+
+        mend(self, found)
 
     def _surrender(self, lease: Lease) -> None:
         private = lease.blocks[max(len(lease.nodes), lease.num_released) :]

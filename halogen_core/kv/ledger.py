@@ -29,12 +29,13 @@ def breach(pool: BlockPool) -> str | None:
     return _places(pool, leases, nodes) or _references(pool, leases, nodes) or _counts(pool, nodes)
 
 
-def mend(pool: BlockPool) -> str | None:
+def mend(pool: BlockPool, found: str | None = None) -> str | None:
     """Report a breach, count it, and make the books true again from what leases really hold.
 
     Cached prefixes that nobody holds are forgotten; running sequences keep their blocks.
+    `found` is what is known to be wrong; without it the books are audited first.
     """
-    found = breach(pool)
+    found = found or breach(pool)
     if found is None:
         return None
     pool.breaches += 1

@@ -14,6 +14,10 @@ from halogen_core.kv.tiers import Tiers
 from halogen_core.kv.tree import PrefixTree
 
 
+class LedgerBreach(Exception):
+    """The books are wrong; never leaves the block manager, which mends them."""
+
+
 def ignore_state(state: Any) -> None:
     """No recurrent state is kept."""
 
@@ -152,7 +156,8 @@ class Residency:
         nodes, blocks = [], []
         for _ in range(count):
             node = self.policy.pop(self.tick)
-            assert node is not None, "cached blocks without a candidate"
+            if node is None:
+                raise LedgerBreach(f"{self.num_idle} cached blocks and no candidate for eviction")
             nodes.append(node)
             blocks.append(node.block)
             self._unplace(node)

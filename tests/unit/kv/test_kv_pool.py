@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from halogen_core.errors import ConfigError
 from halogen_core.kv.block_pool import BlockPool
-from halogen_core.kv.eviction import SessionPriority
+from halogen_core.kv.eviction import LRU, SessionPriority
+from halogen_core.kv.lease import Match
 from halogen_core.kv.ledger import breach, mend
 from halogen_core.kv.salt import cache_salt
 from halogen_core.kv.tiers import Tier, Tiers
@@ -330,6 +331,32 @@ def test_a_leak_is_found_when_nobody_runs():
     assert pool.breaches == 1
     pool.audit_idle()
     assert pool.breaches == 1
+
+
+class Forgetful(LRU):
+    """A plugin's policy that loses its candidates."""
+
+    def pop(self, tick):
+        return None if self._live > 1 else super().pop(tick)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_policy_that_loses_its_candidates_costs_the_cache_and_no_request(cached):
+    """Bug 45: wrong books end no process; what runs keeps its blocks, the cache is forgotten."""
+    pool = BlockPool(8, 4, eviction=Forgetful())
+    running = pool.open(1)
+    pool.grow(running, 8)
+    pool.publish(running, list(range(8)), 8)
+    for i in range(3):
+        put(pool, [50 + i] * 8, owner=2)
+    assert (pool.stats().free, pool.stats().cached) == (0, 6)
+    lease = pool.open(3)
+    match = pool.match(lease, [50] * 6) if cached else Match(0)
+    assert pool.adopt(lease, match) is not cached, "its tail needs a block that is not had"
+    assert pool.grow(lease, 8)
+    assert (pool.breaches, breach(pool)) == (1, None)
+    assert running.blocks == [node.block for node in running.nodes]
+    assert (pool.stats().active, pool.stats().cached) == (4, 0)
 
 
 def test_an_empty_pool_is_refused():
