@@ -259,9 +259,10 @@ class GgmlBackend:
 
     def _capacity(self, batch: StepBatch) -> Capacity:
         rows = len(batch.logit_rows)
-        # decode steps have as many rows as tokens: one graph for both
+        every = rows == batch.num_tokens
+        # mostly decoding: one size for all counts of rows
         rows = bucket(batch.num_tokens if 2 * rows > batch.num_tokens else rows)
-        return Capacity(bucket(batch.num_tokens), rows, bucket(self._kv_capacity(batch)))
+        return Capacity(bucket(batch.num_tokens), rows, bucket(self._kv_capacity(batch)), every)
 
     def capture(
         self, step: Callable[[StepMeta[Node]], Sampled[Node]], batch: StepBatch

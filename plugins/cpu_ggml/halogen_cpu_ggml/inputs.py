@@ -20,6 +20,8 @@ class Capacity:
     tokens: int
     rows: int
     kv: int = 0
+    every: bool = False
+    """Every token is a row with logits: models record such a step without selecting rows."""
 
 
 @attrs.define(eq=False)

@@ -50,23 +50,58 @@ def create(options: BackendOptions) -> Any:
     """The backend under test (option `target`), its steps watched by file `control`."""
     target = Target.from_json(Path(options.extra["target"]).read_text(encoding="utf-8"))
     backend = target.open(Opening(deterministic=options.deterministic))
-    control, right = Path(options.extra["control"]), backend.upload_step
+    return Faulty(backend, Path(options.extra["control"]))
 
-    def upload_step(batch: Any) -> Any:
-        _fail_if_told(control)
-        return right(batch)
 
-    sample = backend.ops.sample
+class Faulty:
+    """A backend that fails when told to; nothing of the backend itself is touched."""
 
-    def short(logits: Any, meta: Any) -> Any:
-        sampled = sample(logits, meta)
-        if _take(control, "wrong_shape"):
-            ids = backend.download(sampled.token_ids)[:-1]
-            return attrs.evolve(sampled, token_ids=backend.upload(ids))
-        return sampled
+    def __init__(self, backend: Any, control: Path) -> None:
+        self._backend, self._control = backend, control
+        self._capturing = False
+        self.ops = _Ops(self)
 
-    backend.upload_step, backend.ops.sample = upload_step, short  # type: ignore[method-assign]
-    return backend
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def upload_step(self, batch: Any) -> Any:
+        _fail_if_told(self._control)
+        return self._backend.upload_step(batch)
+
+    def capture(self, step: Any, batch: Any) -> Any:
+        self._capturing = True
+        try:
+            replay = self._backend.capture(step, batch)
+        finally:
+            self._capturing = False
+        if replay is None:
+            return None
+
+        def watched(batch: Any) -> Any:
+            _fail_if_told(self._control)
+            return self.short(replay(batch))
+
+        return watched
+
+    def short(self, sampled: Any) -> Any:
+        """What was sampled, less a row when told to."""
+        if self._capturing or not _take(self._control, "wrong_shape"):
+            return sampled
+        ids = self._backend.download(sampled.token_ids)[:-1]
+        return attrs.evolve(sampled, token_ids=self._backend.upload(ids))
+
+
+class _Ops:
+    """The backend's ops, `sample` watched."""
+
+    def __init__(self, faulty: Faulty) -> None:
+        self._faulty = faulty
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._faulty._backend.ops, name)
+
+    def sample(self, logits: Any, meta: Any) -> Any:
+        return self._faulty.short(self._faulty._backend.ops.sample(logits, meta))
 
 
 def _fail_if_told(control: Path) -> None:

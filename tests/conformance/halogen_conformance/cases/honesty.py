@@ -23,6 +23,9 @@ WEIGHTS = 10
 """Together beyond the caches of most machines."""
 REPEATED_AT_MOST = 4.0
 """How much faster repeated inputs may be than fresh ones."""
+COPIED = (512, 1024, 2048)
+"""Sides of the arrays that are copied: on a host, fresh memory for large results costs more than
+the copy itself."""
 READ_OVER_COPY = 2.5
 """Reading may beat copying by so much; above it a speed is impossible."""
 WAIT_SHARE = 0.5
@@ -113,13 +116,7 @@ def roofline(bench: Bench) -> None:
     """Weights read per second against what a copy on the same device moves."""
     inputs, given, _, packed = _linear_set(bench)
     ops = bench.backend.ops
-    big = bench.draw(2048, 2048)
-    moved = 3 * big.size * {"f32": 4, "f16": 2, "bf16": 2}[bench.dtype]
-    copies = []
-    for _ in range(ROUNDS):
-        x, y = bench.activation(big), bench.activation(big)
-        copies.append(seconds(bench, partial(ops.add, x, y))[0])
-    copy_rate = moved / min(copies)
+    copy_rate = max(_copy_rate(bench, side) for side in COPIED)
     one = [bench.activation(x[:1]) for x in inputs]
     times = []
     for i in range(ROUNDS * 2):
@@ -132,6 +129,17 @@ def roofline(bench: Bench) -> None:
             "impossible, so they were not read"
         )
     del given
+
+
+def _copy_rate(bench: Bench, side: int) -> float:
+    """Bytes per second that an addition of [side, side] moves, at its best."""
+    values = bench.draw(side, side)
+    moved = 3 * values.size * {"f32": 4, "f16": 2, "bf16": 2}[bench.dtype]
+    times = []
+    for _ in range(ROUNDS):
+        x, y = bench.activation(values), bench.activation(values)
+        times.append(seconds(bench, partial(bench.backend.ops.add, x, y))[0])
+    return moved / min(times)
 
 
 def cost_error(bench: Bench) -> None:

@@ -20,6 +20,8 @@ from halogen_core.spi import FORMATS, StepBatch
 from halogen_core.spi.testing import TINY_MODELS, tiny_checkpoint
 
 LENGTH = 37
+FIRST = 4
+"""Tokens of each sequence before steps are captured; later steps have fewer."""
 GREEDY_MARGIN = 0.02
 """Tokens are compared only where the oracle's best two logits are further apart."""
 
@@ -49,6 +51,7 @@ def cases() -> Iterator[Case]:
         "batch/padding": (idle, "idle sequences and wide tables that change the others"),
         "greedy/tokens": (greedy, "the runner's own steps, sampling included"),
         "capture/equals-eager": (captured, "a captured step that replays old inputs"),
+        "capture/mixed-steps": (mixed, "one capture key for steps that a model composes otherwise"),
     }
     for name, (run, why) in checks.items():
         yield _case(name, run, why, "llama")
@@ -236,6 +239,44 @@ def captured(bench: Bench) -> None:
         got = bench.download(replay(batch(position)).token_ids)
         eager = bench.download(run(backend.upload_step(batch(position))).token_ids)
         same_bits(got, eager, f"replayed tokens at position {position}")
+
+
+def mixed(bench: Bench) -> None:
+    """Steps of decoding alone and of decoding beside chunks, each replayed where keys agree."""
+    placed = place(bench, "llama", blocks=64)
+    backend, run = bench.backend, partial(placed.decoder.step, bench.backend.ops, kv=placed.kv)
+    replays: dict[Any, Any] = {}
+    pairs = sequences(placed, *(_tokens(bench) for _ in range(8)))
+    done = [0] * len(pairs)
+    for counts in _mixes(bench, len(pairs)):
+        parts = [
+            (s, done[i], done[i] + n)
+            for i, (s, n) in enumerate(zip(pairs, counts, strict=True))
+            if n
+        ]
+        done = [a + n for a, n in zip(done, counts, strict=True)]
+        batch = step(placed, parts, every=False)
+        # the first step only fills the cache: decoding alone must be what is captured first
+        key = backend.capture_key(batch) if max(counts) < FIRST else None
+        if key is None:
+            backend.download(run(backend.upload_step(batch)).token_ids)
+            continue
+        if key not in replays:
+            replays[key] = backend.capture(run, batch)
+        if replays[key] is not None:
+            got = bench.download(replays[key](batch).token_ids)
+            eager = bench.download(run(backend.upload_step(batch)).token_ids)
+            same_bits(got, eager, f"replayed tokens of a step of {counts}")
+    if not replays:
+        bench.require(False, "graph_capture")
+
+
+def _mixes(bench: Bench, count: int) -> Iterator[list[int]]:
+    """New tokens of each sequence, step by step: first alone, then beside chunks of others."""
+    yield [FIRST] * (count - 2) + [0, 0]
+    for i in range(12):
+        decode = [1] * (count - 2)
+        yield [*decode, *([0, 0] if i % 3 == 0 else [int(bench.rng.integers(1, 4)), i % 2])]
 
 
 def invariant_chunks(bench: Bench) -> None:

@@ -110,6 +110,25 @@ def replays_old_inputs(backend):
     backend.capture = capture
 
 
+@mutant("L3/capture/mixed-steps")
+def one_graph_with_and_without_selection(backend):
+    """A step captured where every token has logits is replayed where some have none (met)"""
+    import numpy as np
+
+    def capture(step, batch):
+        every = len(batch.logit_rows) == batch.num_tokens
+
+        def replay(now):
+            if every:
+                now = attrs.evolve(now, logit_rows=np.arange(len(now.logit_rows), dtype=np.int32))
+            return step(backend.upload_step(now))
+
+        return replay
+
+    backend.capture_key = lambda batch: "any step"
+    backend.capture = capture
+
+
 @mutant("L3/capture/equals-eager")
 def claims_graphs_it_has_not(backend):
     """Graph capture is claimed, and nothing is ever captured"""
