@@ -32,6 +32,7 @@ from halogen_core.simulation.device import PROFILES, DeviceProfile, load_profile
 from halogen_core.simulation.plot import line_plot
 from halogen_core.simulation.simulator import Simulator
 from halogen_core.spi import StepShape
+from halogen_core.torch_backend.cost import LinearCost
 
 SMALL = DeviceProfile(
     name="small", weight_bytes=1e9, kv_bytes_per_token=1e5, bandwidth=1e11, compute=5e3
@@ -213,6 +214,44 @@ def test_answers_keep_the_target_while_a_long_prompt_is_computed(share, target):
     worst = max(o.tpot for o in beside)
     assert worst <= 1.05 * target, f"{worst * 1e3:.1f} ms"
     assert long.ttft < 200, "the long prompt starves"
+
+
+class Learning:
+    """A device whose cost model knows nothing at first."""
+
+    block_copy_s = jitter = 0.0
+
+    def __init__(self, profile, spread):
+        self.profile, self.spread = profile, spread
+        self.model, self.errors, self.rng = LinearCost(), [], random.Random(3)
+
+    def seconds(self, shape):
+        real = self.profile.seconds(shape) * (1 + self.rng.uniform(-self.spread, self.spread))
+        if predicted := self.model.predict(shape):
+            self.errors.append(abs(predicted.p50 - real) / real)
+        self.model.observe(shape, real)
+        return real
+
+
+def test_what_is_learned_predicts_steps_and_keeps_the_target():
+    """B17: after a few steps the mean error is under 10 %, and answers stay within the target."""
+    device = Learning(SMALL, spread=0.05)
+    scenario = Scenario(
+        device=SMALL,
+        config=SchedulerConfig(tpot_target_s=0.03),
+        num_blocks=8192,
+        duration_s=30.0,
+        seed=4,
+    )
+    simulator = simulator_of(scenario, 1.5)
+    simulator.device = device
+    simulator.scheduler = Scheduler(scenario.config, simulator.pool, cost=device.model.predict)
+    simulator.run()
+    late = device.errors[len(device.errors) // 10 :]
+    assert len(late) > 500
+    assert sum(late) / len(late) < 0.1
+    tpot = sorted(o.tpot for o in simulator.outcomes if o.num_generated > 1)
+    assert tpot[int(0.95 * len(tpot))] <= 0.035
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
