@@ -42,6 +42,7 @@ from halogen_cpu_ggml import binding, memory, weights
 from halogen_cpu_ggml.costs import CostModel
 from halogen_cpu_ggml.inputs import Capacity, StepInputs
 from halogen_cpu_ggml.kernel_mode import KernelMode
+from halogen_cpu_ggml.locking import Locks, locked_bytes
 from halogen_cpu_ggml.modes import GgmlMode, Mode
 from halogen_cpu_ggml.ops import GgmlOps
 from halogen_cpu_ggml.reblock import Conversions
@@ -73,6 +74,8 @@ class GgmlBackend:
         self.captured: list[Captured] = []
         self.held_weights = 0
         self.conversions = Conversions()
+        self.locks = Locks(settings.mlock)
+        self.mode.lock_with(self.locks.hold)
 
     @property
     def ops(self) -> GgmlOps:
@@ -174,7 +177,7 @@ class GgmlBackend:
         )
 
     def _account(self, part: weights.Part) -> None:
-        """Say what was re-blocked; do not hold it twice, as blocks and as tiles."""
+        """Say what was re-blocked, do not hold it twice, as blocks and as tiles."""
         if part.source:
             self.conversions.add(part.source, part.format, part.error)
             if part.tiles is not None:
@@ -229,6 +232,7 @@ class GgmlBackend:
         if need > free:
             raise OutOfDeviceMemory("dynamic", asked=need, free=free, fix="ask for fewer blocks")
         pool = self.mode.kv_pool(layout, num_blocks)
+        self.locks.hold(pool.data.reshape(-1))
         return KVCache(layout=layout, num_blocks=num_blocks, payload=pool)
 
     def kv_copy(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
@@ -288,7 +292,11 @@ class GgmlBackend:
     def counters(self) -> Telemetry:
         return Telemetry(
             counters=dict(self.tally),
-            gauges={"threads": self.team.threads, "workspace_bytes": self.arena.used},
+            gauges={
+                "threads": self.team.threads,
+                "workspace_bytes": self.arena.used,
+                "locked_bytes": locked_bytes(),
+            },
         )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from halogen_core.spi import (
     OPS,
@@ -91,6 +95,9 @@ class KernelMode:
         if role is not WeightRole.EMBEDDING:
             for part in parts:
                 self.ops.tiles(part)
+
+    def lock_with(self, hold: Callable[[NDArray[np.uint8]], None]) -> None:
+        self.ops.slabs.hold = hold
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
         check_kv(spec, KV_DTYPES)

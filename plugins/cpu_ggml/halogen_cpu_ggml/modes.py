@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from halogen_core.spi import (
     FORMATS,
@@ -26,6 +28,7 @@ from halogen_cpu_ggml import kv_rows
 from halogen_cpu_ggml.binding import Library
 from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kv_rows import RowPool
+from halogen_cpu_ggml.locking import do_nothing
 from halogen_cpu_ggml.ops import GgmlOps
 from halogen_cpu_ggml.reblock import FOREIGN
 from halogen_cpu_ggml.recorder import Recorder
@@ -53,6 +56,10 @@ class Mode(Protocol):
     def supports(self, signature: OpSignature) -> Support: ...
     def placement(self) -> tuple[Placement, ...]: ...
     def prepare(self, parts: tuple[Part, ...], role: WeightRole) -> None: ...
+    def lock_with(self, hold: Callable[[NDArray[np.uint8]], None]) -> None:
+        """What to do with the memory of weights."""
+        ...
+
     def kv_layout(self, spec: KVSpec) -> KVLayout: ...
     def kv_pool(self, layout: KVLayout, num_blocks: int) -> Any: ...
     def before(self, inputs: StepInputs) -> None: ...
@@ -67,6 +74,7 @@ class GgmlMode:
     reason: str = "our kernels are switched off or not built; ggml's own ops run"
     ops: GgmlOps = attrs.field(init=False)
     gathers: bool = True
+    hold: Callable[[NDArray[np.uint8]], None] = do_nothing
 
     def __attrs_post_init__(self) -> None:
         self.ops = GgmlOps(self.recorder)
@@ -100,7 +108,12 @@ class GgmlMode:
         )
 
     def prepare(self, parts: tuple[Part, ...], role: WeightRole) -> None:
-        """Weights are read as they lie in the file."""
+        """Weights are read as they lie in the file; of a table only rows are."""
+        for part in parts if role is not WeightRole.EMBEDDING else ():
+            self.hold(part.data)
+
+    def lock_with(self, hold: Callable[[NDArray[np.uint8]], None]) -> None:
+        self.hold = hold
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
         check_kv(spec, tuple(kv_rows.GGML_TYPE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from halogen_core.spi import BackendOptions, ConfigError
+from halogen_cpu_ggml import locking
 from halogen_cpu_ggml.threads import usable_threads
 
 KERNEL_CHOICES = ("auto", "avx512", "avx2", "scalar", "off")
@@ -19,6 +20,8 @@ class Settings:
     pinned: bool = False
     kernels: str = "auto"
     """Instruction set of our kernels; `off`: ggml's own ops only."""
+    mlock: str = "auto"
+    """Whether weights and KV are locked into memory; `auto`: as far as the system allows."""
 
     @classmethod
     def of(cls, options: BackendOptions) -> Settings:
@@ -36,11 +39,12 @@ class Settings:
             threads=threads,
             pinned=_switch(extra, "pin", default=False),
             kernels=_choice(extra, "kernels", KERNEL_CHOICES),
+            mlock=_choice(extra, "mlock", locking.CHOICES),
         )
         if extra:
             raise ConfigError(
                 f"cpu_ggml does not know the option `{next(iter(extra))}`; "
-                "it knows dtype, kernels, pin",
+                "it knows dtype, kernels, mlock, pin",
                 code="HRT-3603",
             )
         if not 1 <= threads <= 512:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes as C
 import math
 import mmap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from halogen_cpu_ggml.locking import do_nothing
 from halogen_cpu_ggml.native import TILE, Kernels
 from halogen_cpu_ggml.weights import Part
 
@@ -43,15 +45,22 @@ class Slabs:
 
     slab: NDArray[np.uint8] = attrs.field(factory=lambda: np.zeros(0, np.uint8))
     used: int = 0
+    hold: Callable[[NDArray[np.uint8]], None] = do_nothing
+    """What is done with new memory: locking it."""
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Zeroed bytes at a multiple of 64."""
         if nbytes > SLAB // 4:
-            return huge_zeros(nbytes)
+            return self._new(nbytes)
         if self.used + nbytes > len(self.slab):
-            self.slab, self.used = huge_zeros(SLAB), 0
+            self.slab, self.used = self._new(SLAB), 0
         out = self.slab[self.used : self.used + nbytes]
         self.used += -(-nbytes // 64) * 64
+        return out
+
+    def _new(self, nbytes: int) -> NDArray[np.uint8]:
+        out = huge_zeros(nbytes)
+        self.hold(out)
         return out
 
 
