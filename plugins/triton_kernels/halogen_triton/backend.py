@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import attrs
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,9 +53,7 @@ from halogen_triton import (
 )
 from halogen_triton import options as chosen
 from halogen_triton.launch import Tuning
-from halogen_triton.linear import Stacked
 from halogen_triton.ops import TritonOps
-from halogen_triton.planes import PLANE_FORMATS, Planes, dequantise, repack
 
 GRAPH_BYTES = 512 << 20
 """Set aside for captured steps: their shared pool holds one step of the largest bucket."""
@@ -86,7 +83,9 @@ class TritonBackend(TorchBackend):
         extra = options.extra
         self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and extra.get("pdl", "on") == "on")
         super().__init__(options, device=device, dtype=dtype, name=name, description=description)
-        self._planes: WeakValueDictionary[tuple[int, int], Planes] = WeakValueDictionary()
+        self._payloads: WeakValueDictionary[tuple[tuple[int, int], ...], Any] = (
+            WeakValueDictionary()
+        )
         self._trash: tuple[int, int] | None = None
         self._graph_pool: Any = None
         self._captured = 0
@@ -111,7 +110,7 @@ class TritonBackend(TorchBackend):
         return ops
 
     def capabilities(self) -> Capabilities:
-        formats = dict.fromkeys(("F32", "F16", "BF16", *PLANE_FORMATS), "native")
+        formats = dict.fromkeys(("F32", "F16", "BF16", *packing.PACKED_FORMATS), "native")
         return attrs.evolve(
             super().capabilities(),
             weight_formats=formats,
@@ -152,12 +151,12 @@ class TritonBackend(TorchBackend):
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         for part in parts:
             packing.check(part)
-        quantised = [part.format in PLANE_FORMATS for part in parts]
+        quantised = [part.format in packing.PACKED_FORMATS for part in parts]
         if not any(quantised) or role not in (
             WeightRole.LINEAR, WeightRole.EMBEDDING, WeightRole.EXPERTS,
         ):  # fmt: skip
             return self._pack_dense(parts, role)
-        payload = packing.join([self._pack_part(part, role) for part in parts])
+        payload = self._joined(parts, role)
         axis = 1 if role is WeightRole.EXPERTS else 0
         weight = PackedWeight[Tensor](
             payload=payload,
@@ -172,25 +171,23 @@ class TritonBackend(TorchBackend):
 
     def unpack(self, weight: PackedWeight[Tensor]) -> NDArray[Any]:
         payload = weight.payload
-        if isinstance(payload, Planes):
-            return self.download(dequantise(payload))
-        if isinstance(payload, Stacked):
-            parts = [dequantise(p) if isinstance(p, Planes) else p.float() for p in payload.parts]
-            return self.download(torch.cat(parts, -2))
+        if not isinstance(payload, Tensor):
+            return self.download(packing.values(payload))
         return super().unpack(weight)
 
-    def _pack_part(self, part: QuantTensor, role: WeightRole) -> Tensor | Planes:
-        if part.format not in PLANE_FORMATS:
-            return self._dense([part], role, self.dtype)
-        key = (part.data.__array_interface__["data"][0], part.data.size)
-        found = self._planes.get(key)
+    def _joined(self, parts: Sequence[QuantTensor], role: WeightRole) -> Any:
+        """Parts as one payload; a table that embeds and answers is held once."""
+        key = tuple((part.data.__array_interface__["data"][0], part.data.size) for part in parts)
+        found = self._payloads.get(key)
         if found is None:
-            found = self._planes[key] = repack(part.format, self._raw(part), part.shape)
+            made = packing.join([self._pack_part(part, role) for part in parts])
+            found = self._payloads[key] = packing.arranged(made, self.tuning, self.dtype)
         return found
 
-    def _raw(self, part: QuantTensor) -> Tensor:
-        """The stored bytes on the device."""
-        return torch.from_numpy(np.array(part.data)).to(self.device)
+    def _pack_part(self, part: QuantTensor, role: WeightRole) -> packing.Part:
+        if part.format not in packing.PACKED_FORMATS:
+            return self._dense([part], role, self.dtype)
+        return packing.packed_part(part, self.device, role)
 
     def _pack_dense(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         exact = role in (WeightRole.NORM, WeightRole.SINKS)
@@ -291,22 +288,28 @@ class TritonBackend(TorchBackend):
         return self._keep(flash_threshold=self.triton_ops.flash_threshold)
 
     def tune(self, rehearse: Callable[[], None], progress: Callable[[str], None]) -> str:
+        self._cache_folder()
         with autotune.met(self.triton_ops) as calls:
             rehearse()
         kernels = autotune.measure(self.triton_ops, calls, self._seconds, progress)
         where = self._keep(kernels=kernels)
-        self.triton_ops.tuning = launch.tuning(self.tuning.arch, self.options.cache_dir)
+        measured = tuned.Tuned(kernels=kernels)
+        self.tuning = self.triton_ops.tuning = launch.with_measured(self.tuning, measured)
         return where
 
     def _keep(self, **changes: Any) -> str:
+        folder = self._cache_folder()
+        own = attrs.evolve(tuned.read(folder, self.tuning.arch), **changes)
+        return str(tuned.write(folder, self.tuning.arch, own))
+
+    def _cache_folder(self) -> str:
         if self.options.cache_dir is None:
             raise ConfigError(
                 "measurements cannot be kept: there is no cache folder",
                 code="HRT-3409",
                 fix="set --cache-dir",
             )
-        own = attrs.evolve(tuned.read(self.options.cache_dir, self.tuning.arch), **changes)
-        return str(tuned.write(self.options.cache_dir, self.tuning.arch, own))
+        return self.options.cache_dir
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Median of a call, on a GPU within a captured graph (launches would hide the kernel)."""
@@ -318,7 +321,7 @@ class TritonBackend(TorchBackend):
 
     def close(self) -> None:
         super().close()
-        self._planes.clear()
+        self._payloads.clear()
         self._graph_pool = None
 
     def _make_ops(self) -> TritonOps:

@@ -118,17 +118,21 @@ def available() -> list[str]:
 
 def tuning(arch: str, cache_dir: str | None = None) -> Tuning:
     """The table of `arch` (or `generic`), with what was measured on this machine before it."""
-    shipped, own = _shipped(arch), tuned.read(cache_dir, arch)
+    return with_measured(attrs.evolve(_shipped(arch), arch=arch), tuned.read(cache_dir, arch))
+
+
+def with_measured(table: Tuning, own: tuned.Tuned) -> Tuning:
+    """`table` with measured rules before its own; rules of another halogen are ignored."""
     try:
         rules = _rules(own.kernels)
     except (TypeError, KeyError) as exc:
         log.warning("measured launches of another halogen are ignored: %s", exc)
-        return shipped
+        return table
     if not rules:
-        return shipped
-    merged = {name: rules.get(name, ()) + found for name, found in shipped.rules.items()}
-    source = f"{shipped.source}; {', '.join(sorted(rules))} measured on this machine"
-    return attrs.evolve(shipped, arch=arch, rules=merged, source=source)
+        return table
+    merged = {name: rules.get(name, ()) + found for name, found in table.rules.items()}
+    source = f"{table.source}; {', '.join(sorted(rules))} measured on this machine"
+    return attrs.evolve(table, rules=merged, source=source)
 
 
 @cache
