@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from halogen_core.errors import RequestError
+from halogen_core.server.closed_schemas import closed
 from halogen_core.server.openai_models import (
     GenerationBody,
     ResponseFormat,
@@ -62,10 +63,11 @@ def json_grammar(schema: str | Schema, param: str) -> str:
     """JSON that matches a schema; raises `RequestError` (HRT-4009)."""
     import llguidance
 
-    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     try:
+        parsed = msgspec.json.decode(schema, type=Schema) if isinstance(schema, str) else schema
+        text = msgspec.json.encode(closed(parsed)).decode()
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
-    except ValueError as exc:
+    except (ValueError, msgspec.DecodeError, RecursionError) as exc:
         raise _refused(f"the JSON schema does not read: {exc}", param) from None
 
 

@@ -13,6 +13,7 @@ from halogen_core.errors import RequestError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.chat_template import chat_template
 from halogen_core.server.call_formats import CallFormat, CallReader, ToolCall, call_format
+from halogen_core.server.closed_schemas import closed
 from halogen_core.server.openai_models import ChatBody, NamedTool, Tool
 from halogen_core.server.structured import JSON_OPTIONS
 
@@ -94,7 +95,7 @@ def _why_not(template: str) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    schema = tool.function.parameters or NO_ARGUMENTS
+    schema = closed(tool.function.parameters or NO_ARGUMENTS)
     return msgspec.json.encode({"x-guidance": JSON_OPTIONS} | schema).decode()
 
 
