@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from halogen_core.engine.reasoning import Part, ReasoningSplitter
 
-
 PIECES = ["<think>", "</think>", "<", "a", " ", "\n", "</"]
 
 
