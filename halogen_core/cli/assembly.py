@@ -50,6 +50,7 @@ def engine_options(config: Config, path: Path, tokenizer: Tokenizer) -> EngineOp
         deterministic=engine.deterministic,
         cache_dir=str(config.paths.cache_dir),
         environment=environment(),
+        log_level=config.server.log_level,
         max_context=config.model.max_context,
         max_batch=engine.max_batch,
         max_batch_tokens=engine.max_batch_tokens,

@@ -22,6 +22,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str | None = None
     environment: dict[str, str] = {}
     """Variables that probes name in their manifests, for the probe cache's key."""
+    log_level: str = "info"
+    """Of the engine's own process, whose lines go where the server's go."""
 
     max_context: int | None = None
     """Tokens a sequence may hold; None: the model's context length, bounded by the pool."""

@@ -7,6 +7,7 @@ sends to it. The process ends when the server does, whatever the step loop is do
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -27,6 +28,7 @@ from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import GenerateRequest
 from halogen_core.errors import HalogenError
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 10.0
 """How long a step may go on after the server is gone."""
 
@@ -50,6 +52,7 @@ class Worker:
             if not isinstance(start, wire.Start):
                 return 1
             options = msgspec.msgpack.decode(start.options, type=EngineOptions)
+            logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
             self._engine = build_engine(options, progress=self._progress)
         except Exception as exc:
             self._fail(exc)
