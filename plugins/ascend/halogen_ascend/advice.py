@@ -18,6 +18,11 @@ from halogen_core.spi import Cost, KVLayout, Limits, PackedWeight, StepShape, We
 SPREAD = 1.3
 """p95 over p50 until enough steps were seen."""
 _KEEP = 0.9
+OPS_OF_A_LAYER, OPS_OF_A_STEP = 5, 4
+"""Launches beside the products: two norms, KV store, attention and residual; embedding, rows, last
+norm and sampling."""
+WAVES = 2
+"""Tasks one after the other on a core, in a launch of middling size."""
 
 
 @attrs.define(kw_only=True)
@@ -59,9 +64,10 @@ class Advice:
         tokens = shape.prefill_tokens + shape.decode_sequences
         if not tokens:
             return 0.0
-        launches = self.matrices + 5 * self.layers + 4
+        launches = self.matrices + OPS_OF_A_LAYER * self.layers + OPS_OF_A_STEP
         captured = not shape.prefill_tokens
-        fixed = self.launch_s * (1 if captured else launches) + 2 * self.part.task * launches
+        fixed = self.launch_s * (1 if captured else launches)
+        fixed += WAVES * self.part.task * launches
         moved = self.weight_bytes + shape.kv_tokens * self.kv_bytes_per_token
         macs = self.macs_per_token * (-(-tokens // 16) * 16)
         peak = self.part.macs_per_second(2) * self.part.cube_cores * self.heat.clock_share
