@@ -58,7 +58,7 @@ TARGETS = {
     "prefill.prefill_tok_s": 1.4, "depth.prefill_tok_s": 1.4,
     "depth.decode_tok_s": 1.2, "streams_8.total_tok_s": 2.0, "streams_8.ttft_p50_s": 1 / 0.6,
     "streams_8.itl_p99_ms": 1.0, "streams_32.total_tok_s": 2.0, "shared_3k.wall_s": 1.5,
-    "start.resident_mib": 1 / 1.25,
+    "start.resident_mib": 1 / 1.25, "start.cold_start_s": 1 / 2,
 }  # fmt: skip
 """Ratios in which more is better for us: figures where less is better are turned round."""
 

@@ -13,7 +13,7 @@ ROWS = {
     "depth.decode_tok_s": "decode at depth 4,096",
     "prefill.prefill_tok_s": "prefill 512",
     "depth.prefill_tok_s": "prefill 4,096",
-    "streams_8.total_tok_s": "8 streams, total tok/s",
+    "streams_8.total_tok_s": "8 streams (128 in, 64 out)",
     "streams_8.ttft_p50_s": "8 streams, TTFT p50",
     "streams_8.itl_p99_ms": "8 streams, ITL p99",
     "streams_32.total_tok_s": "32 streams (512 in, 128 out)",
@@ -21,6 +21,8 @@ ROWS = {
     "start.cold_start_s": "cold start to first token",
     "start.resident_mib": "resident memory",
 }
+UNITS = {"s": "s", "ms": "ms", "mib": "MiB"}
+KERNELS_DOC = HERE.parents[1] / "docs/explanation/cpu-kernels.md"
 
 
 def results(threads):
@@ -48,7 +50,7 @@ def table(found):
         if not targets:
             continue
         wanted = " / ".join(f"{t:.2f}" for t in sorted(t for t in targets if t is not None)) or "–"
-        unit = key.rsplit("_", 1)[-1] if not key.endswith("tok_s") else "tok/s"
+        unit = UNITS[key.rsplit("_", 1)[-1]] if not key.endswith("tok_s") else "tok/s"
         lines.append(f"| {title} ({unit}) | {wanted} | {' | '.join(c for c, _ in cells)} |")
     return lines
 
@@ -61,21 +63,59 @@ def text(threads=2):
     parts = [p for r in found.values() for p in r["parts"].values()]
     calm = [p for r in found.values() for n, p in r["parts"].items() if n != "contended"]
     busiest = max((p["others_cores"] or 0.0 for p in calm), default=0.0)
-    head = (
-        f"Ratio to llama.cpp's server ({first['peer']}), more is better for us also where less is "
-        f"faster; in brackets our own figure. {threads} threads each, interleaved over HTTP, "
-        f"medians, {first['machine']['cpu']} with {first['machine']['cpus']} cores, "
-        f"{min(p['taken'] for p in parts)} to {max(p['taken'] for p in parts)} UTC; other "
-        f"processes took at most {busiest:.2f} cores. The peer at depth is the better of flash "
-        "attention on and off. **Bold** misses its target."
+    taken = f"{min(p['taken'] for p in parts)} to {max(p['taken'] for p in parts)} UTC"
+    cpu = f"{first['machine']['cpu']} with {first['machine']['cpus']} cores"
+    head = [
+        f"Ratio to llama.cpp's server ({first['peer']}): more is better for us, also where less is",
+        f"faster; in brackets our own figure. {threads} threads each, interleaved over HTTP,",
+        f"medians, {cpu}, {taken}; other processes took at most {busiest:.2f} cores. At depth the",
+        "peer is the better of flash attention on and off. **Bold** misses its target.",
+    ]
+    return "\n".join([*head, "", *table(found)])
+
+
+def kernel_table(path):
+    """Rows of kernels by step, with their share of what bounds them."""
+    d = json.loads(path.read_text())
+    top, threads = d["ceilings"], d["threads"]
+    isa = "avx512" if "avx512_int8" in top and d["kernels"] == "auto" else "avx2"
+    memory, int8, f32 = (
+        top["read_gb_s"][1],
+        threads * top[f"{isa}_int8"],
+        threads * top[f"{isa}_f32"],
     )
-    return "\n".join([head, "", *table(found)])
+    lines = [
+        f"**{isa}**, {d['model']}, {threads} threads; ceilings measured beside it: reading {memory}",
+        f"GB/s (one thread {top['read_gb_s'][0]}), 8-bit {int8} Gop/s, float {f32} Gop/s.", "",
+        "| step | kernel | ms | GB/s | Gop/s | share of a ceiling |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for step, rows in d["steps"].items():
+        for name, r in rows.items():
+            if "gb_s" not in r:
+                continue
+            bound = f32 if name == "attention" else int8
+            shares = {"memory": r["gb_s"] / memory, "arithmetic": r["gop_s"] / bound}
+            best = max(shares, key=shares.get)
+            share = f"{shares[best]:.0%} of {best}"
+            lines.append(f"| {step} | {name} | {r['ms']} | {r['gb_s']} | {r['gop_s']} | {share} |")
+        rest = sum(r["ms"] for r in rows.values() if "gb_s" not in r)
+        lines.append(f"| {step} | all others | {rest:.2f} | | | |")
+    return lines
+
+
+def kernels_text():
+    files = sorted((HERE / "results").glob("kernels-*.json"), reverse=True)
+    return "\n".join("\n".join([*kernel_table(f), ""]) for f in files)
+
+
+def between(path, new):
+    before, rest = path.read_text().split(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}")
 
 
 def main():
-    before, rest = README.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    README.write_text(f"{before}{BEGIN}\n{text()}\n{END}{after}")
+    between(README, text())
+    between(KERNELS_DOC, kernels_text())
 
 
 if __name__ == "__main__":

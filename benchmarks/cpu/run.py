@@ -7,8 +7,10 @@
 `--all` skips what the result files already hold (remove them to start afresh), starts nothing after
 `--minutes`, and gives each part at most 200 s (most need 30 to 120), so it may be stopped and
 started at will.
-The peer is the prebuilt `xllamacpp`. Results: benchmarks/cpu/results/; the table in the plugin's
-README is written from them by `python benchmarks/cpu/render.py`.
+`python benchmarks/cpu/kernels.py` measures single kernels against the machine's ceilings.
+The peer is the prebuilt `xllamacpp`. Results: benchmarks/cpu/results/; the tables in the plugin's
+README and in docs/explanation/cpu-kernels.md are written from them by
+`python benchmarks/cpu/render.py`.
 """
 
 import argparse
