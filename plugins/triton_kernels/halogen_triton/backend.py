@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi import (
+    FORMATS,
     BackendOptions,
     Capabilities,
     ConfigError,
@@ -178,10 +179,14 @@ class TritonBackend(TorchBackend):
     def _joined(self, parts: Sequence[QuantTensor], role: WeightRole) -> Any:
         """Parts as one payload; a table that embeds and answers is held once."""
         key = tuple((part.data.__array_interface__["data"][0], part.data.size) for part in parts)
-        found = self._payloads.get(key)
+        # what the loader unpacked lies in memory that the next tensor may get: no identity
+        mapped = all(part.format in FORMATS for part in parts)
+        found = self._payloads.get(key) if mapped else None
         if found is None:
             made = packing.join([self._pack_part(part, role) for part in parts])
-            found = self._payloads[key] = packing.arranged(made, self.tuning, self.dtype)
+            found = packing.arranged(made, self.tuning, self.dtype)
+            if mapped:
+                self._payloads[key] = found
         return found
 
     def _pack_part(self, part: QuantTensor, role: WeightRole) -> packing.Part:

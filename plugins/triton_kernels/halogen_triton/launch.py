@@ -21,7 +21,7 @@ from halogen_triton import tuned
 log = logging.getLogger(__name__)
 
 # measured on an H200: prefill and GEMM, whose programs fill the device, are slower with it
-_PDL_KERNELS = frozenset({"decode", "dense_gemv", "dense_skinny", "plane_gemv"})
+_PDL_KERNELS = frozenset({"decode", "dense_gemv", "dense_skinny", "plane_gemv", "tile_gemv"})
 
 
 @attrs.frozen(kw_only=True)

@@ -8,19 +8,26 @@ import triton
 from torch import Tensor
 
 from halogen_triton import linear_kernels as kernels
+from halogen_triton.int8 import Int8, int8_linear, round_rows
 from halogen_triton.interpreter import repair
-from halogen_triton.launch import Launch, Tuning
-from halogen_triton.planes import Planes
+from halogen_triton.launch import Launch, Rule, Tuning
+from halogen_triton.plane_kernels import ZEROS
+from halogen_triton.planes import GROUPED, Planes
 from halogen_triton.skinny import few_rows, one_row, skinny_rule
+from halogen_triton.tile_linear import tile_linear, tile_rows
+from halogen_triton.tiles import Tiles
 
 repair()
+
+
+Part = Tensor | Planes | Tiles | Int8
 
 
 @attrs.frozen(eq=False)
 class Stacked:
     """Parts of different formats whose outputs lie side by side (Q4_K files keep V in Q6_K)."""
 
-    parts: tuple[Tensor | Planes, ...]
+    parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,8 +39,8 @@ class Stacked:
         return sum(part.nbytes for part in self.parts)
 
 
-Weight = Tensor | Planes | Stacked
-"""Dense [N, K], planes, or several of them; with an expert axis in front where experts are
+Weight = Part | Stacked
+"""Dense [N, K], planes, tiles, or several of them; with an expert axis in front where experts are
 meant."""
 
 
@@ -70,8 +77,9 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
+    x = _in_stored_order(x, weight)
     skinny = skinny_rule(weight, tuning, rows, n)
-    plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked)
+    plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked | Int8)
     if plain and not skinny and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
         return _library(x, weight, bias)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
@@ -87,7 +95,7 @@ def linear(
 def gates(rows: int, weight: Weight, tuning: Tuning) -> bool:
     """Whether `linear` can apply a gated activation itself."""
     if rows == 1:
-        return not isinstance(weight, Stacked)
+        return not isinstance(weight, Stacked | Int8)
     return skinny_rule(weight, tuning, rows, weight.shape[-2] // 2) is not None
 
 
@@ -99,30 +107,53 @@ def _into(
         for part in weight.parts:
             end = start + part.shape[-2]
             own = None if bias is None else bias[start:end]
-            _into(y[:, start:end], x, part, tuning, own, 0)
+            _into(y[:, start:end], _in_stored_order(x, part), part, tuning, own, 0)
             start = end
         return
     rows, n = y.shape
+    if isinstance(weight, Int8):
+        int8_linear(y, round_rows(x, pdl=tuning.pdl), weight, tuning, bias)
+        return
+    if isinstance(weight, Tiles) and not (rows > 1 and _rule(weight, tuning, y, x).library):
+        tile_linear(y, x, weight, tuning, bias, activation)
+        return
     if rows == 1:
+        assert not isinstance(weight, Tiles)
         _gemv(x, weight, tuning, bias, activation, y)
         return
-    rule = tuning.rule(_gemm_kind(weight), m=rows, n=n, k=x.shape[1])
+    rule = _rule(weight, tuning, y, x)
     # the library rounds to the type of x; where more is asked for, our kernel keeps float32
     if rule.library and y.dtype == x.dtype:
         y.copy_(_library(x, weight, bias))
         return
+    assert not isinstance(weight, Tiles)
     launch = rule.launch
     grid = (triton.cdiv(n, launch.block_n), triton.cdiv(rows, launch.block_m))
     _gemm(x, weight, launch, bias, y, grid, None)
 
 
-def _gemm_kind(weight: Tensor | Planes) -> str:
+def _rule(weight: Tensor | Planes | Tiles, tuning: Tuning, y: Tensor, x: Tensor) -> Rule:
+    """How more than one row is computed. Tiles know one launch for what the library rounds."""
+    rule = tuning.rule(_gemm_kind(weight), m=x.shape[0], n=y.shape[1], k=x.shape[1])
+    wide = isinstance(weight, Tiles) and y.dtype != x.dtype
+    return attrs.evolve(rule, library=False) if wide else rule
+
+
+def _in_stored_order(x: Tensor, weight: Weight) -> Tensor:
+    """Columns of x as a weight with an order of its own has them (GPTQ's act-order)."""
+    perm = weight.perm if isinstance(weight, Planes | Tiles) else None
+    return x if perm is None else x.index_select(1, perm)
+
+
+def _gemm_kind(weight: Tensor | Planes | Tiles) -> str:
+    if isinstance(weight, Tiles):
+        return "tile_gemm"
     return "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
 
 
-def _library(x: Tensor, weight: Tensor | Planes, bias: Tensor | None) -> Tensor:
+def _library(x: Tensor, weight: Tensor | Planes | Tiles, bias: Tensor | None) -> Tensor:
     """The vendor's product; planes are first dequantised to the type of x, for this call only."""
-    if isinstance(weight, Planes):
+    if not isinstance(weight, Tensor):
         rows = torch.arange(weight.shape[0], dtype=torch.int32, device=x.device)
         weight = embedding_rows(rows, weight, x.dtype)
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
@@ -147,12 +178,15 @@ def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -
 
 
 def embedding_rows(
-    ids: Tensor, weight: Planes, dtype: torch.dtype, *, scale: float = 1.0
+    ids: Tensor, weight: Planes | Tiles, dtype: torch.dtype, *, scale: float = 1.0
 ) -> Tensor:
     """Rows `ids` [T] of a packed table [V, H], dequantised: [T, H]."""
     k = weight.shape[-1]
     y = torch.empty(ids.shape[0], k, dtype=dtype, device=ids.device)
-    if ids.shape[0]:
+    if isinstance(weight, Tiles):
+        if ids.shape[0]:
+            tile_rows(ids, weight, y, float(scale))
+    elif ids.shape[0]:
         blocks = min(16, triton.next_power_of_2(k // 32))
         grid = (ids.shape[0], triton.cdiv(k // 32, blocks))
         kernels.plane_rows[grid](
@@ -169,8 +203,15 @@ def embedding_rows(
 
 
 def _format(weight: Planes) -> dict[str, int]:
+    """Constants of the kernels; see `plane_kernels`."""
     fmt = weight.format
-    return {"FORMAT": fmt.index, "HIGH": fmt.high_bits, "OFFSET": fmt.offset}
+    zeros = fmt.index == 6 and weight.supers is not weight.scales
+    grouped = weight.group // 32 * 16 if fmt.name in GROUPED else 0
+    return {
+        "FORMAT": fmt.index + grouped + (ZEROS if zeros else 0),
+        "HIGH": -1 if fmt.e2m1 else fmt.high_bits,
+        "OFFSET": 0 if zeros else fmt.offset,
+    }
 
 
 def _gemv(

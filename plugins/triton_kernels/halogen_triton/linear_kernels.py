@@ -13,7 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halogen_triton.plane_kernels import block_scales, code_floats, load_blocks, plane_products
+from halogen_triton.plane_kernels import (
+    block_scales,
+    code_floats,
+    has_min,
+    load_blocks,
+    plane_products,
+)
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
 
 
@@ -180,7 +186,7 @@ def plane_gemm(
         x_mask = inside[None, :] & (m < M)[:, None]
         xb = xrow + (b * 32 + j % 4)[None, :]
         s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 0, FORMAT)
-        if FORMAT == 5:
+        if FORMAT % 16 == 5:
             for i in tl.static_range(8):
                 q = tl.load(
                     codes + (row * KB + b[:, None]) * 32 + (j % 4)[:, None] + 4 * i,
@@ -203,7 +209,7 @@ def plane_gemm(
                     s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 1, FORMAT)
                 q = code_floats(words, upper, i, (j % 4)[:, None], HIGH, OFFSET)
                 value = q * s
-                if FORMAT == 2 or FORMAT == 3:
+                if has_min(FORMAT):
                     value -= low
                 xt = tl.load(xb + 4 * i, mask=x_mask, other=0.0)
                 acc = tl.dot(xt, value.to(dtype), acc, input_precision="ieee")
@@ -236,7 +242,7 @@ def plane_rows(
     mask = b < KB
     s, low = block_scales(scales, supers, row, b, mask, KB, 0, FORMAT)
     words = j
-    if FORMAT != 5:
+    if FORMAT % 16 != 5:
         words = tl.load(codes + (row * KB + b) * 4 + j % 4, mask=mask, other=0)
     upper = words
     if HIGH == 1:
@@ -247,11 +253,11 @@ def plane_rows(
         if FORMAT == 4 and i == 4:
             s, low = block_scales(scales, supers, row, b, mask, KB, 1, FORMAT)
         k = b * 32 + 4 * i + j % 4
-        if FORMAT == 5:
+        if FORMAT % 16 == 5:
             q = tl.load(codes + row * KB * 32 + k, mask=mask, other=0).to(tl.float32)
         else:
             q = code_floats(words, upper, i, j % 4, HIGH, OFFSET)
         value = q * s
-        if FORMAT == 2 or FORMAT == 3:
+        if has_min(FORMAT):
             value -= low
         tl.store(y + t * KB * 32 + k, (value * factor).to(y.dtype.element_ty), mask=mask)

@@ -36,7 +36,7 @@ from halogen_triton.pointwise import (
     rotation,
 )
 from halogen_triton.sampling import DrawTensors, draw, draw_arrays, is_plain
-
+from halogen_triton.tiles import Tiles
 
 Weight = PackedWeight[Tensor]
 _JOINS = 1 << 16
@@ -58,7 +58,7 @@ class TritonOps(TorchOps):
         """Calls by path: `direct`, `flash` (split over programs), `prefill`."""
 
     def embed(self, token_ids: Tensor, table: Weight, *, scale: float = 1.0) -> Tensor:
-        if isinstance(table.payload, Planes):
+        if isinstance(table.payload, Planes | Tiles):
             return embedding_rows(token_ids, table.payload, self.dtype, scale=scale)
         return super().embed(token_ids, table, scale=scale)
 
@@ -145,7 +145,9 @@ class TritonOps(TorchOps):
         x = self._rows(x)
         if x.shape[0] == 0:
             return x
-        experts, weights = route(torch.nn.functional.linear(x, router.payload), spec)
+        # in float32: two experts whose logits round to the same 16 bits would change places
+        logits = torch.nn.functional.linear(x.float(), router.payload.float())
+        experts, weights = route(logits, spec)
         rows = expert_rows(experts, spec.num_experts)
         inner = expert_linear(x, gate_up.payload, rows, self.tuning)
         inner = gated_act(inner, ACTIVATIONS[spec.activation], pdl=self.tuning.pdl)
@@ -170,9 +172,7 @@ class TritonOps(TorchOps):
         if not is_plain(batch):
             return super().sample(logits, meta)
         if batch.all_greedy:
-            return Sampled(
-                token_ids=draw(logits, None, joins=self._joins, pdl=self.tuning.pdl)
-            )
+            return Sampled(token_ids=draw(logits, None, joins=self._joins, pdl=self.tuning.pdl))
         fields = {
             name: torch.from_numpy(array).to(self.device)
             for name, array in draw_arrays(batch).items()

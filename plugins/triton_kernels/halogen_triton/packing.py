@@ -1,37 +1,77 @@
-"""From stored tensors to one weight on the device: what is checked, and how parts are joined."""
+"""From stored tensors to one weight on the device: checked, joined, laid out as an arch wants."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.spi import FORMATS, ModelError, QuantTensor
-from halogen_triton.linear import Stacked
-from halogen_triton.planes import Planes, concatenate
+from halogen_core.spi import FORMATS, ModelError, QuantTensor, WeightRole
+from halogen_triton.int8 import Int8
+from halogen_triton.launch import Tuning
+from halogen_triton.linear import Stacked, Weight
+from halogen_triton.planes import (
+    GROUPED,
+    PLANE_FORMATS,
+    Planes,
+    concatenate,
+    dequantise,
+    repack,
+    repack_groups,
+)
+from halogen_triton.tiles import Tiles, tileable, tiled, untiled
+
+PACKED_FORMATS = (*PLANE_FORMATS, "W8A8")
+"""Formats that stay packed on the device."""
+Part = Tensor | Planes | Int8
+_BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17), "W8A16": (1, 1), "W8A8": (1, 1)}
+"""Elements and bytes of a block of what `FORMATS` does not list."""
 
 
 def check(part: QuantTensor) -> None:
-    """Raises `ModelError` when the bytes do not fit format and shape."""
+    """Raises `ModelError` (HRT-2411) when the bytes do not fit format and shape."""
     form = FORMATS.get(part.format)
-    wrong = form is None or part.shape[-1] % form.block
-    if form is not None and not wrong:
-        wrong = part.data.size != form.nbytes(prod(part.shape))
+    block, size = (form.block, form.bytes) if form else _BLOCKS.get(part.format, (0, 0))
+    *lead, k = part.shape
+    wrong = not block or k % block or part.data.size != prod(part.shape) // block * size
+    if not wrong and part.format in ("INT4", "W8A16", "W8A8"):
+        scale = part.aux.get("scale")
+        wrong = scale is None or list(scale.shape[: len(lead)]) != lead
+        wrong = wrong or part.aux.get("zero", scale).shape != scale.shape
+        if not wrong and part.format == "INT4":
+            # groups of whole blocks of 32: what the kernels read
+            wrong = k % scale.shape[-1] or k // scale.shape[-1] % 32
     if wrong:
+        sizes = {key: value.shape for key, value in part.aux.items()}
         raise ModelError(
             f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
-            f"{part.data.size} bytes, which do not fit each other",
+            f"{part.data.size} bytes{f' and {sizes}' if sizes else ''}, which do not fit each "
+            "other or groups of a multiple of 32",
             code="HRT-2411",
-            fix="the file is damaged or was converted wrongly; fetch or convert it again",
+            fix="fetch or convert it again, with groups of 32, 64 or 128 where it has groups",
         )
 
 
-def join(parts: list[Tensor | Planes]) -> Tensor | Planes | Stacked:
-    """One weight of several parts: runs of one format become one weight."""
-    runs: list[list[Tensor | Planes]] = []
+def packed_part(part: QuantTensor, device: torch.device, role: WeightRole) -> Planes | Int8:
+    """One checked tensor of a `PACKED_FORMATS` format on the device."""
+    raw = _on(part.data, device)
+    if part.format not in (*GROUPED, "W8A8"):
+        return repack(part.format, raw, part.shape)
+    aux = {key: _on(value, device) for key, value in part.aux.items()}
+    if part.format == "W8A8" and role is WeightRole.LINEAR:
+        return Int8(raw.view(torch.int8).view(part.shape), aux["scale"].float())
+    # where no kernel rounds activations they stay exact: more than was asked for
+    return repack_groups("W8A16" if part.format == "W8A8" else part.format, raw, part.shape, aux)
+
+
+def join(parts: Sequence[Part]) -> Tensor | Planes | Int8 | Stacked:
+    """One weight of several parts, stacked by outputs: runs of one kind become one."""
+    runs: list[list[Part]] = []
     for part in parts:
-        if runs and _kind(runs[-1][0]) == _kind(part):
+        if runs and _alike(runs[-1][-1], part):
             runs[-1].append(part)
         else:
             runs.append([part])
@@ -39,14 +79,46 @@ def join(parts: list[Tensor | Planes]) -> Tensor | Planes | Stacked:
     return joined[0] if len(joined) == 1 else Stacked(joined)
 
 
-def _kind(part: Tensor | Planes) -> str:
-    return part.format.name if isinstance(part, Planes) else "dense"
+def arranged(weight: Weight, tuning: Tuning, dtype: torch.dtype) -> Weight:
+    """The weight as the kernels of `tuning` want it: 4-bit planes as tiles where it has rules."""
+    if "tile_gemv" not in tuning.rules or dtype not in (torch.bfloat16, torch.float16):
+        return weight
+    if isinstance(weight, Stacked):
+        return Stacked(tuple(_tiled(part) for part in weight.parts))
+    return _tiled(weight)
 
 
-def _concatenate(run: list[Tensor | Planes]) -> Tensor | Planes:
+def values(weight: Weight) -> Tensor:
+    """float32 values of a weight."""
+    if isinstance(weight, Stacked):
+        return torch.cat([values(part) for part in weight.parts], -2)
+    if isinstance(weight, Int8):
+        return weight.codes.float() * weight.scales[:, None]
+    if isinstance(weight, Tiles):
+        weight = untiled(weight)
+    return dequantise(weight) if isinstance(weight, Planes) else weight.float()
+
+
+def _tiled(part: Tensor | Planes | Tiles | Int8) -> Tensor | Planes | Tiles | Int8:
+    return tiled(part) if isinstance(part, Planes) and tileable(part) else part
+
+
+def _on(array: object, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array)).to(device)
+
+
+def _alike(one: Part, other: Part) -> bool:
+    if isinstance(one, Planes) and isinstance(other, Planes):
+        return one.like(other)
+    return type(one) is type(other)
+
+
+def _concatenate(run: list[Part]) -> Tensor | Planes | Int8:
     if len(run) == 1:
         return run[0]
-    planes = [part for part in run if isinstance(part, Planes)]
-    if planes:
-        return concatenate(planes)
+    if isinstance(run[0], Planes):
+        return concatenate([part for part in run if isinstance(part, Planes)])
+    if isinstance(run[0], Int8):
+        own = [part for part in run if isinstance(part, Int8)]
+        return Int8(torch.cat([p.codes for p in own]), torch.cat([p.scales for p in own]))
     return torch.cat([part for part in run if isinstance(part, Tensor)], -2)

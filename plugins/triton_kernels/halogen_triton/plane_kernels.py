@@ -2,8 +2,10 @@
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Reading bit planes inside kernels: codes, extra bits, scales (see `planes`).
 
-FORMAT is `PlaneFormat.index`, HIGH its extra bits, OFFSET what a code of zero stands for; KB is the
-number of 32-element blocks in a row, so that addresses are known multiples of 16 bytes.
+FORMAT is `PlaneFormat.index`, HIGH its extra bits (-1: codes are E2M1), OFFSET what a code of zero
+stands for; KB is the number of 32-element blocks in a row, so that addresses are known multiples of 16
+bytes. Where groups are the file's choice (indices 5 and 6), FORMAT has 16 times the blocks per scale on
+top, and `ZEROS` more where a group has a zero of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ZEROS = 131072
+"""Also written as a number below, where kernels may not read a global."""
+
 
 @triton.jit
 def code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl.constexpr):
     """Codes of element 4 i + w of blocks as float32; `high` are the extra bits' words."""
-    if HIGH == 0:
+    if HIGH == -1:
+        code = (words >> (4 * i)) & 15
+        # sign, exponent and mantissa go where float32 has them: 2^126 too small
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif HIGH == 0:
         # nibbles go into a mantissa in place: value = 2^(23 - p) + code, so one `or`, one subtraction
         if i < 5:
             p: tl.constexpr = 4 * i
@@ -36,6 +46,18 @@ def code_floats(words, high, i: tl.constexpr, w, HIGH: tl.constexpr, OFFSET: tl.
 
 
 @triton.jit
+def kind_of(FORMAT: tl.constexpr):
+    """`PlaneFormat.index` alone."""
+    return FORMAT % 16
+
+
+@triton.jit
+def has_min(FORMAT: tl.constexpr):
+    """Whether values have something subtracted after scaling."""
+    return FORMAT == 2 or FORMAT == 3 or FORMAT >= 131072
+
+
+@triton.jit
 def scale_words(scales, supers, row, b, mask, KB, half: tl.constexpr, FORMAT: tl.constexpr):
     """What 32-blocks `b` of rows need for their scale, as loaded: (per block, per 256).
 
@@ -52,8 +74,17 @@ def scale_words(scales, supers, row, b, mask, KB, half: tl.constexpr, FORMAT: tl
     elif FORMAT == 4:
         s = tl.load(scales + (row * KB + b) * 2 + half, mask=mask, other=0)
         return s, tl.load(supers + row * (KB // 8) + b // 8, mask=mask, other=0.0)
+    elif FORMAT > 16:
+        # groups of the file's choice
+        per: tl.constexpr = (FORMAT % 131072) // 16
+        at = row * (KB // per) + b // per
+        s = tl.load(scales + at, mask=mask, other=0.0)
+        if FORMAT >= 131072:
+            return s, tl.load(supers + at, mask=mask, other=0)
+        else:
+            return s, s
     else:
-        s = tl.load(scales + row * KB + b, mask=mask, other=0.0)
+        s = tl.load(scales + row * KB + b, mask=mask, other=0)
         return s, s
 
 
@@ -78,6 +109,12 @@ def scale_and_min(s, top, FORMAT: tl.constexpr):
         return scale, ((pair >> 8) & 255).to(tl.float32) * _high_half(top)
     elif FORMAT == 4:
         return s.to(tl.float32) * top.to(tl.float32), 0.0
+    elif FORMAT == 7:
+        bits = s.to(tl.int32)
+        # 2^-127 is below the exponents' range
+        return tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True), 0.0
+    elif FORMAT >= 131072:
+        return s.to(tl.float32), s.to(tl.float32) * top.to(tl.float32)
     else:
         return s.to(tl.float32), 0.0
 
@@ -105,7 +142,7 @@ def load_blocks(
     """All bits of blocks b [NB] of rows [BN]: codes, two words of extra bits, two of scales."""
     mask = row_mask[:, None] & (b < KB)[None, :]
     at = row[:, None] * KB + b[None, :]
-    if FORMAT == 5:
+    if FORMAT % 16 == 5:
         e = tl.arange(0, 32)
         data = tl.load(
             codes + at[:, :, None] * 32 + e[None, None, :],
@@ -153,7 +190,7 @@ def plane_products(
 ):
     """acc [BN, NB] plus the products of loaded blocks b with x."""
     inside = (b < KB)[:, None]
-    if FORMAT == 5:
+    if FORMAT % 16 == 5:
         e = tl.arange(0, 32)
         xe = tl.load(x + b[:, None] * 32 + e[None, :], mask=inside, other=0.0).to(tl.float32)
         acc += s.to(tl.float32) * tl.sum(data.to(tl.float32) * xe[None, :, :], 2)
@@ -168,7 +205,7 @@ def plane_products(
             at = b[:, None] * 32 + 4 * i + w[None, :]
             xi = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             part += code_floats(data, extra, i, w[None, None, :], HIGH, OFFSET) * xi[None, :, :]
-            if FORMAT == 2 or FORMAT == 3:
+            if has_min(FORMAT):
                 xsum += xi
             if FORMAT == 4 and i == 3:
                 scale, _ = scale_and_min(s, top, FORMAT)
@@ -179,6 +216,6 @@ def plane_products(
         else:
             scale, low = scale_and_min(s, top, FORMAT)
         acc += scale * tl.sum(part, 2)
-        if FORMAT == 2 or FORMAT == 3:
+        if has_min(FORMAT):
             acc -= low * tl.sum(xsum, 1)[None, :]
     return acc

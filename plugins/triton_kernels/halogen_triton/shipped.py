@@ -20,12 +20,15 @@ from halogen_triton.attention import (
     Sequences,
     attention,
 )
+from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning, tuning
 from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, linear
 from halogen_triton.planes import PLANE_FORMATS, Planes
 from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
 from halogen_triton.sampling import FIELDS, DrawTensors, draw
+from halogen_triton.tiles import Tiles
 
+_NEWEST = ("MXFP4", "INT4", "W8A16")
 Case = tuple[str, Callable[[], object]]
 _HEADS = {"28-4x128": (28, 4, 128), "9-3x64": (9, 3, 64), "4-1x256": (4, 1, 256)}
 _STORAGE = {
@@ -108,9 +111,15 @@ def meta_planes(name: str, *shape: int) -> Planes:
         3: _meta(*lead, k // 16, dtype=torch.uint8),
         4: _meta(*lead, k // 16, dtype=torch.int8),
         5: _meta(*lead, k // 32, dtype=half),
+        6: _meta(*lead, k // 128, dtype=half),
+        7: _meta(*lead, k // 32, dtype=torch.uint8),
     }
-    scales = kinds[fmt.index]
-    supers = {3: _meta(*lead, k // 128, dtype=half), 4: _meta(*lead, k // 256, dtype=half)}
+    scales = kinds[fmt.index] if name != "W8A16" else _meta(*lead, 1, dtype=torch.float32)
+    supers = {
+        3: _meta(*lead, k // 128, dtype=half),
+        4: _meta(*lead, k // 256, dtype=half),
+        6: _meta(*lead, k // 128, dtype=torch.uint8),
+    }
     return Planes(
         format=fmt,
         shape=shape,
@@ -118,14 +127,32 @@ def meta_planes(name: str, *shape: int) -> Planes:
         high=_ints(*lead, k // 32 * fmt.high_bits) if fmt.high_bits else codes,
         scales=scales,
         supers=supers.get(fmt.index, scales),
+        group={"INT4": 128, "W8A16": k}.get(name, 32),
     )
+
+
+def meta_tiles(name: str, n: int, k: int) -> Tiles:
+    """Tiles of a format without storage."""
+    planes = meta_planes(name, n, k)
+    per, kind = {
+        "Q4_1": (8, torch.int32),
+        "Q4_K": (8, torch.int16),
+        "MXFP4": (8, torch.uint8),
+        "INT4": (2, torch.float16),
+    }.get(name, (8, torch.float16))
+    scales = _meta(k // 256, n, per, dtype=kind)
+    zeros = _meta(k // 256, n, per, dtype=torch.uint8)
+    extra = {"Q4_K": _ints(k // 256, n), "INT4": zeros}.get(name, scales)
+    codes = _meta(n // 16, k // 128, 16, 32, dtype=torch.int16)
+    return Tiles(planes=planes, codes=codes, scales=scales, extra=extra, tickets=_ints(n // 4))
 
 
 def _linear(table: Tuning) -> Iterator[Case]:
     n, k = 18944, 3584
     weights = {"bf16": _meta(n, k), **{name: meta_planes(name, n, k) for name in PLANE_FORMATS}}
     for name, weight in weights.items():
-        for rows in (1, 8, 32, 64, 512):
+        # of the newest formats the shapes that differ most
+        for rows in (1, 8, 32, 64, 512) if name not in _NEWEST else (1, 32):
             if name == "bf16" and rows > 1 and table.rule("dense_gemm", m=rows, n=n, k=k).library:
                 continue
             x = _meta(rows, k)
@@ -138,15 +165,38 @@ def _linear(table: Tuning) -> Iterator[Case]:
                 f"embed {name}",
                 lambda w=weight: embedding_rows(_ints(8), w, torch.bfloat16),
             )
+    yield from _tiles(table)
+    if "int8_gemm" in table.rules:
+        int8 = Int8(_meta(n, k, dtype=torch.int8), _meta(n, dtype=torch.float32))
+        for rows in (1, 64):
+            x = _meta(rows, k)
+            yield f"linear W8A8 rows {rows}", lambda x=x: linear(x, int8, table)
     rows = ExpertRows(
         row_ids=_ints(64 * 192), block_expert=_ints(192), block_m=64, pairs=4096, top_k=8
     )
     for name, expert in (
         ("bf16", _meta(128, 1536, 2048)),
         ("Q4_K", meta_planes("Q4_K", 128, 1536, 2048)),
+        ("INT4", meta_planes("INT4", 128, 1536, 2048)),
+        ("MXFP4", meta_planes("MXFP4", 128, 1536, 2048)),
     ):
         x = _meta(512, 2048)
         yield f"experts {name}", lambda x=x, w=expert: expert_linear(x, w, rows, table)
+
+
+def _tiles(table: Tuning) -> Iterator[Case]:
+    """What an arch with rules for tiles runs on 4-bit weights."""
+    if "tile_gemv" not in table.rules:
+        return
+    n, k = 18944, 3584
+    for name in ("Q4_0", "Q4_1", "Q4_K", "INT4", "MXFP4"):
+        weight = meta_tiles(name, n, k)
+        for rows in (1, 8, 16):
+            x = _meta(rows, k)
+            yield f"tiles {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)
+        yield f"tiles {name} embed", lambda w=weight: embedding_rows(_ints(8), w, torch.bfloat16)
+    x, weight = _meta(1, k), meta_tiles("Q4_K", n, k)
+    yield "tiles Q4_K gated", lambda: linear(x, weight, table, activation=1)
 
 
 def _small(table: Tuning) -> Iterator[Case]:

@@ -1,0 +1,70 @@
+# ruff: noqa: E501, ANN001, ANN201, N803, PLR0913
+# Triton's language: constants in capitals, pointers without types.
+"""W8A8: int8 weights with a scale per output, activations rounded to int8 with a scale per token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
+
+
+@triton.jit
+def round_rows(x, codes, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """int8 codes [T, K] and float32 scales [T] of x: symmetric, to nearest, halves to even; grid (T,)."""
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    pdl_wait(PDL)
+    most = tl.zeros([BLOCK], tl.float32)
+    for k0 in range(0, K, BLOCK):
+        v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(v))
+    scale = tl.maximum(tl.max(most, 0) / 127.0, 1e-30)
+    tl.store(scales + t, scale)
+    for k0 in range(0, K, BLOCK):
+        v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        # adding and taking away 1.5 * 2^23 rounds halves to even
+        code = (v / scale + 12582912.0) - 12582912.0
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        tl.store(codes + t * K + k0 + k, code.to(tl.int8), mask=k0 + k < K)
+
+
+@triton.jit
+def int8_gemm(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    y,
+    M,
+    N,
+    K,
+    y_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Y [M, N] = (x W^T) * x_scales * scales + bias, summed exactly in int32 (K up to 133,000)."""
+    pdl_launch(PDL)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    pdl_wait(PDL)
+    row = tl.where(m < M, m, 0).to(tl.int64)
+    column = tl.where(n < N, n, 0).to(tl.int64)
+    acc = tl.zeros([BM, BN], tl.int32)
+    for k0 in range(0, K, BK):
+        live = k0 + k < K
+        xt = tl.load(x + row[:, None] * K + (k0 + k)[None, :], mask=live[None, :], other=0)
+        wt = tl.load(weight + column[None, :] * K + (k0 + k)[:, None], mask=live[:, None], other=0)
+        acc = tl.dot(xt, wt, acc, out_dtype=tl.int32)
+    total = acc.to(tl.float32) * tl.load(x_scales + row)[:, None] * tl.load(scales + column)[None, :]
+    if BIAS:
+        total += tl.load(bias + column).to(tl.float32)[None, :]
+    at = y + row[:, None] * y_stride + n[None, :]
+    tl.store(at, total.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
