@@ -84,9 +84,10 @@ def kernel_table(path):
         threads * top[f"{isa}_int8"],
         threads * top[f"{isa}_f32"],
     )
+    one, _ = top["read_gb_s"]
     lines = [
         f"**{isa}**, {d['model']}, {threads} threads; ceilings measured beside it: reading",
-        f"{memory} GB/s (one thread {top['read_gb_s'][0]}), 8-bit {int8} Gop/s, float {f32} Gop/s.", "",
+        f"{memory} GB/s (one thread {one}), 8-bit {int8} Gop/s, float {f32} Gop/s.", "",
         "| step | kernel | ms | GB/s | Gop/s | share of a ceiling |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for step, rows in d["steps"].items():
