@@ -15,7 +15,9 @@ from timing import graph_time, median, save
 from halogen_core.spi import FORMATS
 from halogen_triton.launch import Launch, Rule, tuning
 from halogen_triton.linear import linear
+from halogen_triton.packing import arranged
 from halogen_triton.planes import Planes, repack
+from halogen_triton.tiles import Tiles
 
 SHAPES = [
     (4608, 3584),
@@ -29,7 +31,7 @@ SHAPES = [
 QUANT = [(27648, 5120), (5120, 27648), (37888, 3584), (3584, 18944)]
 
 
-def weights(form: str, n: int, k: int) -> list[torch.Tensor | Planes]:
+def weights(form: str, n: int, k: int) -> list[torch.Tensor | Planes | Tiles]:
     nbytes = n * k * 2 if form == "BF16" else FORMATS[form].nbytes(n * k)
     count = max(1, min(12, math.ceil(300e6 / nbytes)))
     if form == "BF16":
@@ -44,7 +46,7 @@ def weights(form: str, n: int, k: int) -> list[torch.Tensor | Planes]:
             raw[:, at : at + 2] = torch.full((1,), 0.01, dtype=torch.float16, device="cuda").view(
                 torch.uint8
             )
-        made.append(repack(form, raw, (n, k)))
+        made.append(arranged(repack(form, raw, (n, k)), tuning("sm_90"), torch.bfloat16))
     return made
 
 
@@ -136,7 +138,8 @@ def run(form: str, rows: int, n: int, k: int, sweep: bool) -> dict:
     row: dict = {"format": form, "rows": rows, "n": n, "k": k, "bytes": ws[0].nbytes, "ours": {}}
     row["ours"]["shipped"] = rate(form, rows, n, k, None, ws)
     row["ours"]["shipped no pdl"] = rate(form, rows, n, k, None, ws, pdl=False)
-    if sweep:
+    # launches of tiles: `tiles.py`
+    if sweep and not isinstance(ws[0], Tiles):
         for launch in gemv_launches(form) if rows == 1 else gemm_launches(form, rows):
             try:
                 row["ours"][label(launch)] = rate(form, rows, n, k, launch, ws)

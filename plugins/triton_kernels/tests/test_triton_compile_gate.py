@@ -26,8 +26,6 @@ DECODE_PATH = (
     "sample greedy",
 )
 SHARED_LIMIT = {"gfx1151": 65536, "sm_90": 232448}
-SCRATCH_BUDGET = {("sm_90", "attention prefill bf16 28-4x128/prefill"): 24}
-"""Bytes; measured on an H200: faster by 10 % than the best launch without (benchmarks/gpu)."""
 REGISTER_LIMIT = {"gfx1151": 256, "sm_90": 255}
 
 
@@ -42,13 +40,13 @@ def compiled(target, cases):
 
 
 def needs_matrix_units(name):
-    return name.endswith(("/prefill", "/decode", "_gemm"))
+    return name.endswith(("/prefill", "/decode", "_gemm", "_skinny"))
 
 
 def judge(target, kernels):
     for name, row in kernels.items():
         assert row["spills"] == 0, (name, row)
-        assert row["scratch"] <= SCRATCH_BUDGET.get((target, name), 0), (name, row)
+        assert row["scratch"] == 0, (name, row)
         assert row["shared"] <= SHARED_LIMIT[target], (name, row)
         assert row["registers"] <= REGISTER_LIMIT[target], (name, row)
         assert (row["matrix"] > 0) == needs_matrix_units(name), (name, row)
