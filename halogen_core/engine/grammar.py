@@ -81,7 +81,8 @@ class Grammars:
 
     def _compile(self, source: str) -> llguidance.LLMatcher:
         with self._lock:
-            found = self._compiled.get(source)
+            if found := self._compiled.get(source):
+                self._compiled.move_to_end(source)
         if found is None:
             found = self._new(source)
             with self._lock:
