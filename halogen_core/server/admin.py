@@ -49,8 +49,9 @@ def admin_router(service: Service) -> APIRouter:
     @router.post("/kv/dump")
     async def dump(request: Request) -> Response:
         path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return json_response({"blocks": await keeper(service).save_cache(str(path))})
+        engine = keeper(service)
+        make_room(path.parent)
+        return json_response({"blocks": await engine.save_cache(str(path))})
 
     @router.post("/kv/load")
     async def load(request: Request) -> Response:
@@ -84,6 +85,18 @@ def snapshot_path(service: Service, name: str) -> Path:
             f"`name` is `{name[:128]}`; it must be letters, digits, `.`, `_`, `-`", param="name"
         )
     return service.config.paths.cache_dir / "snapshots" / f"{name}.kv"
+
+
+def make_room(folder: Path) -> None:
+    """Make a folder for snapshots; raises `ConfigError` (HRT-3311)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot keep snapshots in `{folder}`: {exc.strerror or exc}",
+            code="HRT-3311",
+            fix="make it writable, or start the server with another --cache-dir",
+        ) from exc
 
 
 def keeper(service: Service) -> CacheKeeper:

@@ -4,6 +4,7 @@ import pytest
 
 from halogen_core.config import ServerSettings
 from halogen_core.errors import ConfigError
+from halogen_core.server.admin import make_room
 from halogen_core.server.auth import read_keys
 
 CHAT = "/v1/chat/completions"
@@ -80,6 +81,13 @@ def test_key_files_must_hold_keys(tmp_path):
         with pytest.raises(ConfigError) as caught:
             read_keys(ServerSettings(api_key_file=tmp_path / name))
         assert caught.value.code == code
+
+
+def test_a_snapshot_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory") as caught:
+        make_room(tmp_path / "file" / "snapshots")
+    assert caught.value.code == "HRT-3311"
 
 
 def test_admin_routes_exist_only_with_an_admin_key_and_only_for_it(serve, locked):
