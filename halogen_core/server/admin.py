@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from halogen_core.errors import EngineUnavailable, HalogenError, RequestError
+from halogen_core.errors import ConfigError, RequestError
 from halogen_core.server.info_routes import json_response
 from halogen_core.server.service import Service
 from halogen_core.server.validation import decode
