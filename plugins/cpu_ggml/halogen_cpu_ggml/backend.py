@@ -51,6 +51,7 @@ from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.step import Captured, bucket, record
 from halogen_cpu_ggml.tape import Node, SharedArena, host_node, view_f32
 from halogen_cpu_ggml.threads import Team
+from halogen_cpu_ggml.tiles import Tables
 
 WEIGHED = ("embed", "linear", "mlp", "moe", "logits")
 """Ops that read weights of the checkpoint's formats."""
@@ -76,6 +77,7 @@ class GgmlBackend:
         self.conversions = Conversions()
         self.locks = Locks(settings.mlock)
         self.mode.lock_with(self.locks.hold)
+        self.tables = Tables()
 
     @property
     def ops(self) -> GgmlOps:
@@ -164,6 +166,8 @@ class GgmlBackend:
         self.mode.prepare(stack, role)
         for part in stack:
             self._account(part)
+            if role is WeightRole.EMBEDDING and not self.mode.reads_file:
+                self.tables.add(part)
         outputs = tuple(p.outputs for p in stack)
         payload = weights.Weight(parts=stack)
         self._hold(payload, size)

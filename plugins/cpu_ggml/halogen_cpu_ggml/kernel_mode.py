@@ -41,6 +41,7 @@ class KernelMode:
 
     ops: KernelOps
     gathers: bool = False
+    reads_file: bool = False
 
     @classmethod
     def open(cls, settings: Settings, recorder: Recorder) -> KernelMode | None:

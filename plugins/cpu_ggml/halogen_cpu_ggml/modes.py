@@ -52,6 +52,11 @@ class Mode(Protocol):
         """Attention gathers KV rows, so graphs depend on the KV length."""
         ...
 
+    @property
+    def reads_file(self) -> bool:
+        """Every step reads the matrices where they lie in the model's file."""
+        ...
+
     def capabilities(self, settings: Settings, lib: Library) -> Capabilities: ...
     def supports(self, signature: OpSignature) -> Support: ...
     def placement(self) -> tuple[Placement, ...]: ...
@@ -74,6 +79,7 @@ class GgmlMode:
     reason: str = "our kernels are switched off or not built; ggml's own ops run"
     ops: GgmlOps = attrs.field(init=False)
     gathers: bool = True
+    reads_file: bool = True
     hold: Callable[[NDArray[np.uint8]], None] = do_nothing
 
     def __attrs_post_init__(self) -> None:

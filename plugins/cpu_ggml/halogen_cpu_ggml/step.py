@@ -42,9 +42,11 @@ class Captured:
         backend.mode.before(self.inputs)
         if self.picker is None:
             self.tape.compute()
+            backend.tables.give_back()
             return Sampled(token_ids=host_node(np.zeros(0, np.int32)))
         self.picker.load(batch.sampling)
         self.tape.compute()
+        backend.tables.give_back()
         backend.tally["replays"] += 1
         return sampled_nodes(self.picker.result(batch.sampling))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as C
 import math
 import mmap
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -108,19 +109,48 @@ def release_file_pages(data: NDArray[np.uint8]) -> None:
     """
     first = -(-data.ctypes.data // PAGE) * PAGE
     last = (data.ctypes.data + data.nbytes) // PAGE * PAGE
-    if last > first and is_file_mapping(first, last):
-        _libc.madvise(C.c_void_p(first), C.c_size_t(last - first), MADV_DONTNEED)
+    if last > first and file_mapping(first, last) is not None:
+        _drop(first, last)
 
 
-def is_file_mapping(first: int, last: int) -> bool:
-    """Whether first .. last lies in one mapping of a file, by /proc/self/maps."""
+def _drop(first: int, last: int) -> None:
+    _libc.madvise(C.c_void_p(first), C.c_size_t(last - first), MADV_DONTNEED)
+
+
+@attrs.define
+class Tables:
+    """Embedding tables that are looked up in the model's file: after a step its pages are given
+    back.
+
+    A look-up maps up to 2 MiB around its row, so that much of the file would soon be resident
+    beside the tiles. To give back and to map again costs some microseconds.
+    """
+
+    files: list[tuple[weakref.ref[Part], int, int]] = attrs.field(factory=list)
+
+    def add(self, part: Part) -> None:
+        """Watch the mapping that a table lies in, while the table lives."""
+        first = part.data.ctypes.data
+        found = file_mapping(first, first + part.data.nbytes)
+        if found is not None:
+            self.files.append((weakref.ref(part), *found))
+
+    def give_back(self) -> None:
+        """The pages that look-ups have mapped."""
+        for part, low, high in self.files:
+            if part() is not None:
+                _drop(low, high)
+
+
+def file_mapping(first: int, last: int) -> tuple[int, int] | None:
+    """The mapping of a file that first .. last lies in, by /proc/self/maps."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
             for line in lines:
                 span, _, _, _, inode, *_ = line.split(maxsplit=5)
                 low, high = (int(x, 16) for x in span.split("-"))
                 if low <= first < high:
-                    return last <= high and int(inode) != 0
+                    return (low, high) if last <= high and int(inode) != 0 else None
     except OSError:
         pass
-    return False
+    return None

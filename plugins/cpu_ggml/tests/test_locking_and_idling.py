@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from ggml_cases import backend_for, quant_weight
@@ -75,3 +76,40 @@ def test_idling_costs_nothing(mode):
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.01
+
+
+RESIDENT = """
+import re, sys
+from halogen_core.loader import open_model
+from halogen_core.models import Decoder, config_of, kv_spec
+from halogen_core.spi import BackendOptions
+from halogen_cpu_ggml.backend import create
+sys.path.insert(0, sys.argv[2])
+from ggml_cases import step_batch
+import numpy as np
+
+def resident():
+    entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
+    own = [e for e in entries if sys.argv[1] in e.partition("\\n")[0]]
+    return sum(int(re.search(r"Rss: +(\\d+)", e)[1]) for e in own)
+
+checkpoint = open_model(sys.argv[1])
+backend = create(BackendOptions(threads=1))
+config = config_of(checkpoint)
+decoder = Decoder.load(config, checkpoint, backend)
+kv = backend.kv_alloc(backend.kv_layout(kv_spec(config, dtype="f16", block_size=16)), 4)
+batch = step_batch([(3, 3)], np.array([[1]], np.int32), 16)
+step = lambda meta: backend.ops.sample(decoder.logits(backend.ops, meta, kv), meta)
+backend.capture(step, batch)(batch)
+print(resident(), "torch" in sys.modules)
+"""
+
+
+def test_a_step_leaves_nothing_of_the_file_resident_and_needs_no_torch(smollm2_path):
+    """All weights are in tiles; the table's pages are given back."""
+    command = [sys.executable, "-c", RESIDENT, str(smollm2_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kib, torch = done.stdout.split()
+    assert int(kib) < 1024
+    assert torch == "False"
