@@ -10,6 +10,8 @@ import click
 
 from halogen_core.cli.doctor_checks import core_findings, plugin_findings, worst
 from halogen_core.cli.plugins import plugin_options
+from halogen_core.cli.selftest import versions
+from halogen_core.cli.selftest_record import record_findings
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config, environment
 from halogen_core.plugins import PluginRegistry
@@ -26,12 +28,14 @@ LOOKS = {
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 @click.option("--root", default="/", help="judge a copy of another machine's /proc and /sys")
-@with_settings(also=("plugins", "no_plugin"))
+@with_settings(also=("plugins", "no_plugin", "cache_dir"))
 def command(config: Config, as_json: bool, root: str) -> None:
     """Check this machine and what is installed; exit code 1 when something must be mended."""
     context = DoctorContext(root=root, environment=environment(), live=root == "/")
     registry = PluginRegistry.discover(plugin_options(config))
     findings = [*core_findings(context), *plugin_findings(registry, context)]
+    if context.live:
+        findings += record_findings(config.paths.cache_dir, versions())
     if as_json:
         click.echo(json.dumps([attrs.asdict(f) for f in findings], indent=2))
     else:

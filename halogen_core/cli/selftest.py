@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from halogen_core.cli.selftest_record import keep_record
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config, environment
 from halogen_core.errors import BackendUnavailable, ConfigError
@@ -47,6 +48,7 @@ def command(
     report: dict[str, Any] = {"versions": versions()}
     if not ahead:
         report |= _numbers(config, registry, as_json)
+        keep_record(config.paths.cache_dir, report)
     if warmup_kernels or tune:
         with _engine(config, registry, ahead=ahead) as engine:
             if warmup_kernels:

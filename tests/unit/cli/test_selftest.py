@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from halogen_core.cli.main import main
 from halogen_core.cli.selftest import ahead_candidate
 from halogen_core.cli.selftest_checks import run_checks
+from halogen_core.cli.selftest_record import keep_record, record_findings
 from halogen_core.errors import BackendUnavailable
 from halogen_core.plugins import PluginRegistry
 from halogen_core.spi import BackendOptions, TorchBackend, TorchOps
@@ -97,3 +98,28 @@ def test_only_compilers_compile_ahead():
     assert ahead_candidate(registry, "rocm").spec.name == "rocm_strixhalo"
     with pytest.raises(BackendUnavailable, match="cpu_reference"):
         ahead_candidate(registry, "cpu_reference")
+
+
+def test_a_change_since_the_last_selftest_is_told_by_doctor(tmp_path):
+    assert selftest(tmp_path, "--json").exit_code == 0
+    path = tmp_path / "selftest" / "cpu_reference.json"
+
+    def told():
+        done = CliRunner().invoke(main, ["doctor", "--json", "--cache-dir", str(tmp_path)])
+        return [f["text"] for f in json.loads(done.output) if f["code"] == "core.selftest"]
+
+    assert told() == []
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"torch": "1.0"}))
+    assert "torch 1.0 → " in told()[0]
+    path.write_text("{")
+    assert "cannot be read" in told()[0]
+
+
+def test_a_failed_selftest_forgets_the_passed_one(tmp_path):
+    report = {"backend": "b", "device": "d", "versions": {"torch": "2"}, "passed": True}
+    keep_record(tmp_path, report)
+    assert list(record_findings(tmp_path, {"torch": "2"})) == []
+    assert "torch 2 → 3" in next(record_findings(tmp_path, {"torch": "3"})).text
+    keep_record(tmp_path, report | {"passed": False})
+    assert list(record_findings(tmp_path, {"torch": "3"})) == []
