@@ -82,7 +82,7 @@ def layout_of(spec: KVSpec, *, max_block_size: int = 1024) -> KVLayout:
 
 
 def allocate(layout: KVLayout, num_blocks: int, device: torch.device, *, free: int = 0) -> KVCache:
-    """A zeroed pool of `num_blocks` blocks and the trash block.
+    """A zeroed pool of `num_blocks` blocks and the trash block; a host's takes memory when touched.
 
     Raises `OutOfDeviceMemory`, which tells the `free` bytes.
     """
@@ -92,14 +92,22 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device, *, free: i
     shape = (spec.num_layers, num_blocks + 1, 2, spec.num_kv_heads, spec.block_size, row)
     try:
         # zeroed: a masked key weighs 0, and 0 times a stray NaN would still be NaN
-        pool = torch.zeros(shape, dtype=storage, device=device)
-    except (RuntimeError, MemoryError) as exc:
+        pool = _zeros(shape, storage, device)
+    except (RuntimeError, MemoryError, ValueError) as exc:
         asked = int(np.prod(shape, dtype=np.float64)) * storage.itemsize
         raise OutOfDeviceMemory(
             "dynamic", asked=asked, free=free, fix="lower --pool-size or --max-context"
         ) from exc
     layers = tuple(layer.view(-1, row) for layer in pool)
     return KVCache(layout=layout, num_blocks=num_blocks, payload=TorchKV(pool, layers, spec.dtype))
+
+
+def _zeros(shape: tuple[int, ...], storage: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=storage, device=device)
+    # torch would write the zeros; numpy's come from the system page by page, on first touch
+    bytes_ = np.zeros(int(np.prod(shape, dtype=object)) * storage.itemsize, np.uint8)
+    return torch.from_numpy(bytes_).view(storage).view(shape)
 
 
 def encode(values: Tensor, dtype: str) -> Tensor:

@@ -295,6 +295,20 @@ def test_a_vendor_grows_out_of_the_fallback():
     assert own.counters().counters["fallback_calls_linear"] > 0  # the biased ones
 
 
+def test_a_pool_takes_memory_when_it_is_touched():
+    spec = KVSpec(num_layers=1, num_kv_heads=4, head_dim=64, dtype="f16", block_size=16)
+    backend = TorchBackend()
+    before = resident_bytes()
+    kv = backend.kv_alloc(backend.kv_layout(spec), (256 << 20) // 16384)
+    assert resident_bytes() - before < 32 << 20
+    assert not backend.kv_export(kv, [0, 5, kv.num_blocks - 1]).data.any()
+
+
+def resident_bytes():
+    with open("/proc/self/statm", encoding="utf-8") as text:
+        return int(text.read().split()[1]) * 4096
+
+
 def test_the_hosts_promises_end_where_a_device_has_ops_of_its_own():
     options = BackendOptions(deterministic=True)
     inherited = OpaqueBackend(options, name="opaque").capabilities()
