@@ -206,7 +206,8 @@ def _format(weight: Planes) -> dict[str, int]:
     """Constants of the kernels; see `plane_kernels`."""
     fmt = weight.format
     zeros = fmt.index == 6 and weight.supers is not weight.scales
-    grouped = weight.group // 32 * 16 if fmt.name in GROUPED else 0
+    per = 4095 if weight.group == weight.shape[-1] else weight.group // 32
+    grouped = per * 16 if fmt.name in GROUPED else 0
     return {
         "FORMAT": fmt.index + grouped + (ZEROS if zeros else 0),
         "HIGH": -1 if fmt.e2m1 else fmt.high_bits,

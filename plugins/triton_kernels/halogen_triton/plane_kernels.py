@@ -5,7 +5,7 @@
 FORMAT is `PlaneFormat.index`, HIGH its extra bits (-1: codes are E2M1), OFFSET what a code of zero
 stands for; KB is the number of 32-element blocks in a row, so that addresses are known multiples of 16
 bytes. Where groups are the file's choice (indices 5 and 6), FORMAT has 16 times the blocks per scale on
-top, and `ZEROS` more where a group has a zero of its own.
+top (4095: one scale per row), and `ZEROS` more where a group has a zero of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def scale_words(scales, supers, row, b, mask, KB, half: tl.constexpr, FORMAT: tl
     elif FORMAT > 16:
         # groups of the file's choice
         per: tl.constexpr = (FORMAT % 131072) // 16
-        at = row * (KB // per) + b // per
+        if per == 4095:
+            at = row + b * 0
+        else:
+            at = row * (KB // per) + b // per
         s = tl.load(scales + at, mask=mask, other=0.0)
         if FORMAT >= 131072:
             return s, tl.load(supers + at, mask=mask, other=0)

@@ -7,7 +7,7 @@ bfloat16, 1024 in float16, where all 16 are exact. Sums over a scale's block sta
 so scale and offset are applied once per block and row: value = scale * (BASE + code) - shift, and the
 sums of x that `shift` needs come from the same units, by a row of ones.
 
-FORMAT is `TileFormat.index`; PER scales per 256 elements, one record for SPAN chunks of 256. With ASM two
+FORMAT is the index of `Tiles.constants`; PER scales per 256 elements, one record for SPAN chunks of 256. With ASM two
 codes are taken at once by NVIDIA's instructions; without, the same in Triton's own language.
 """
 
@@ -17,106 +17,7 @@ import triton
 import triton.language as tl
 
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
-
-
-@triton.jit
-def _field(words, i: tl.constexpr):
-    return (words.to(tl.int32) >> (4 * i)) & 15
-
-
-@triton.jit
-def _e2m1(words, i: tl.constexpr, DTYPE: tl.constexpr):
-    """Values of E2M1 codes: bits put where float32 has them, 2^126 too small."""
-    code = _field(words, i)
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)
-
-
-@triton.jit
-def _pairs_bf16(words, i: tl.constexpr):
-    if i == 0:
-        return tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;", "=r,r", [words], tl.bfloat16, True, 2)
-    elif i == 1:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }", "=r,r", [words], tl.bfloat16, True, 2)
-    elif i == 2:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }", "=r,r", [words], tl.bfloat16, True, 2)
-    else:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }", "=r,r", [words], tl.bfloat16, True, 2)
-
-
-@triton.jit
-def _pairs_f16(words, i: tl.constexpr):
-    if i == 0:
-        return tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;", "=r,r", [words], tl.float16, True, 2)
-    elif i == 1:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }", "=r,r", [words], tl.float16, True, 2)
-    elif i == 2:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }", "=r,r", [words], tl.float16, True, 2)
-    else:
-        return tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }", "=r,r", [words], tl.float16, True, 2)
-
-
-@triton.jit
-def _e2m1_bf16(words, i: tl.constexpr):
-    # sign to bit 15, exponent and mantissa to bits 8 to 6, then times 2^126
-    if i == 0:
-        return tl.inline_asm_elementwise("{ .reg .b32 s, m, c; shl.b32 s, $1, 12; shl.b32 m, $1, 6; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }", "=r,r", [words], tl.bfloat16, True, 2)
-    elif i == 1:
-        return tl.inline_asm_elementwise("{ .reg .b32 s, m, c; shl.b32 s, $1, 8; shl.b32 m, $1, 2; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }", "=r,r", [words], tl.bfloat16, True, 2)
-    elif i == 2:
-        return tl.inline_asm_elementwise("{ .reg .b32 s, m, c; shl.b32 s, $1, 4; shr.u32 m, $1, 2; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }", "=r,r", [words], tl.bfloat16, True, 2)
-    else:
-        return tl.inline_asm_elementwise("{ .reg .b32 m, c; shr.u32 m, $1, 6; and.b32 m, m, 0x01c001c0; lop3.b32 m, $1, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }", "=r,r", [words], tl.bfloat16, True, 2)
-
-
-@triton.jit
-def code_values(words, i: tl.constexpr, DTYPE: tl.constexpr, BASE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr):
-    """Nibble i of int16 words as BASE + code, or as an E2M1 value."""
-    if FORMAT == 5:
-        if ASM and tl.bfloat16 == DTYPE:
-            return _e2m1_bf16(words, i)
-        else:
-            return _e2m1(words, i, DTYPE)
-    elif ASM and tl.bfloat16 == DTYPE:
-        return _pairs_bf16(words, i)
-    elif ASM and tl.float16 == DTYPE:
-        return _pairs_f16(words, i)
-    else:
-        return (_field(words, i).to(tl.float32) + BASE).to(DTYPE)
-
-
-@triton.jit
-def _low_half(x):
-    return (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high_half(x):
-    return ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def scale_and_shift(s, e, BASE: tl.constexpr, FORMAT: tl.constexpr, ZERO: tl.constexpr):
-    """(scale, shift) float32 of loaded records: value = scale * (BASE + code) - shift."""
-    if FORMAT == 2:
-        scale = _low_half(s)
-        return scale, scale * BASE - _high_half(s)
-    elif FORMAT == 3:
-        pair = s.to(tl.int32)
-        scale = (pair & 255).to(tl.float32) * _low_half(e)
-        return scale, scale * BASE + ((pair >> 8) & 255).to(tl.float32) * _high_half(e)
-    elif FORMAT == 4:
-        scale = s.to(tl.float32)
-        return scale, scale * (BASE + e.to(tl.float32))
-    elif FORMAT == 5:
-        bits = s.to(tl.int32)
-        # 2^-127 is below the exponents' range
-        bits = tl.where(bits == 0, 0x00400000, bits << 23)
-        scale = bits.to(tl.float32, bitcast=True)
-        return scale, scale * 0.0
-    else:
-        scale = s.to(tl.float32)
-        return scale, scale * (BASE + ZERO)
+from halogen_triton.tile_codes import code_values, scale_and_shift
 
 
 @triton.jit

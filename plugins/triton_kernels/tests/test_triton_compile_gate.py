@@ -40,7 +40,7 @@ def compiled(target, cases):
 
 
 def needs_matrix_units(name):
-    return name.endswith(("/prefill", "/decode", "_gemm", "_skinny"))
+    return name.endswith(("/prefill", "/decode", "_gemm", "_skinny", "/tile_gemv"))
 
 
 def judge(target, kernels):
