@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from halogen_core.errors import ConfigError, RequestError
+from halogen_core.errors import ConfigError, HalogenError, RequestError
 from halogen_core.server.info_routes import json_response
 from halogen_core.server.service import Service
 from halogen_core.server.validation import decode
@@ -126,5 +126,5 @@ async def keep_cache(service: Service) -> None:
         return
     try:
         log.info("prefix cache: %d blocks to %s", await keeper(service).save_cache(str(path)), path)
-    except (HalogenError, EngineUnavailable) as exc:
+    except HalogenError as exc:
         log.warning("prefix cache was not written: %s", exc)
