@@ -1,4 +1,4 @@
-# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, RET505
+# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, RET505, SIM108
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Reading bit planes inside kernels: codes, extra bits, scales (see `planes`).
 
