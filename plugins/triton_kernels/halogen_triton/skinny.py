@@ -19,7 +19,8 @@ def skinny_rule(weight: object, tuning: Tuning, rows: int, n: int) -> Rule | Non
     """The rule for 2 or more `rows` of a dense weight, n results each; None: another kernel."""
     if not isinstance(weight, Tensor) or rows < 2 or "dense_skinny" not in tuning.rules:
         return None
-    rule = tuning.rule("dense_skinny", m=rows, n=n, k=weight.shape[-1])
+    shape = {"m": rows, "n": n, "k": weight.shape[-1], "bytes": weight.element_size()}
+    rule = tuning.rule("dense_skinny", **shape)
     return None if rule.library or rows > rule.launch.block_m else rule
 
 

@@ -32,15 +32,14 @@ def dense_gemv(
 ):
     """Y [N] = W x + bias for one row x [K] and W [N, K]; weights pass through, evicted first.
 
-    Loads run one tile ahead. With PDL the first AHEAD programs also ask for the rows of the program
-    AHEAD places on: those of the second wave.
+    Loads run one tile ahead.
     """
     pdl_launch(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = (n < N)[:, None]
     k = tl.arange(0, BK)
     at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    high = N.to(tl.int64) * K
+    high = tl.cast(N, tl.int64) * K  # an N of 1 is a constant, not a tensor
     w = tl.load(at, mask=inside & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
     u = w
     if GATED:

@@ -7,9 +7,10 @@ import attrs
 import pytest
 import torch
 
-from halogen_triton.launch import Launch, Rule
+from halogen_triton.launch import Launch, Rule, tuning
 from halogen_triton.linear import gates, linear
 from halogen_triton.pointwise_kernels import SILU
+from halogen_triton.skinny import skinny_rule
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_triton_linear import TINY, TOLERANCE, near, normal
@@ -47,13 +48,13 @@ def test_counters_are_left_at_zero_and_split_sums_do_not_depend_on_the_split_of_
 @pytest.mark.parametrize("n", [32, 20])
 def test_gate_of_few_rows(n):
     x, w = normal(3, 64), normal(2 * n, 64, seed=2) / 8
-    tuning = few(64)
-    assert gates(3, w, tuning)
-    assert not gates(17, w, tuning)
+    split = few(64)
+    assert gates(3, w, split)
+    assert not gates(17, w, split)
     assert not gates(3, w, TINY)
     both = x.double() @ w.double().T
     want = torch.nn.functional.silu(both[:, :n]) * both[:, n:]
-    near(linear(x, w, tuning, activation=SILU.value), want)
+    near(linear(x, w, split, activation=SILU.value), want)
 
 
 def test_more_rows_than_the_tile_take_the_gemm():
@@ -64,3 +65,10 @@ def test_more_rows_than_the_tile_take_the_gemm():
 def test_wide_results_of_strided_rows():
     x, w = normal(6, 96)[:, :64], normal(40, 64, seed=2)
     near(linear(x, w, few(9), out_dtype=torch.float32), x.double() @ w.double().T)
+
+
+def test_float32_weights_leave_the_launches_measured_for_two_bytes():
+    shipped = tuning("sm_90")
+    assert gates(3, torch.zeros(48, 64, dtype=torch.bfloat16), shipped)
+    assert not gates(3, torch.zeros(48, 64), shipped)
+    assert skinny_rule(torch.zeros(3, 64), shipped, 3, 64) is None
