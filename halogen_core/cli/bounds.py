@@ -8,12 +8,13 @@ that a step reads, and at most compute over its operations.
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import attrs
 
 from halogen_core.errors import ConfigError
-from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
+from halogen_core.spi import Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
 
 
 @attrs.frozen(kw_only=True)
@@ -120,9 +121,8 @@ def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, i
             continue
         tensor = checkpoint.tensor(name)
         part = share if "_exps." in name else 1.0
-        size += part * tensor.data.nbytes
-        form = FORMATS[tensor.format]
-        elements += part * tensor.data.nbytes / form.bytes * form.block
+        size += part * (tensor.data.nbytes + sum(scales.nbytes for scales in tensor.aux.values()))
+        elements += part * prod(tensor.shape)
     return int(size), int(elements)
 
 

@@ -178,10 +178,16 @@ def _check_workload(profile: Profile, work: Workload) -> None:
         )
 
 
+_BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17)}
+"""Elements and bytes of what has its scales apart or is no ggml type of ours; int8: one each."""
+
+
 def _packed_bytes(form: str, stored: int, profile: Profile) -> int:
     if profile.weight_formats.get(form) == "native":
         return stored
-    return stored * FORMATS[form].block * 2 // FORMATS[form].bytes
+    known = FORMATS.get(form)
+    block, size = (known.block, known.bytes) if known else _BLOCKS.get(form, (1, 1))
+    return stored * block * 2 // size
 
 
 def _gib(size: float) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from halogen_core.errors import ModelError
 from halogen_core.loader.failures import damaged, foreign, missing
 from halogen_core.spi.arrays import Bytes
-from halogen_core.spi.formats import FORMATS
+from halogen_core.spi.formats import FORMATS, WeightFormat
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -43,6 +43,8 @@ _SCALARS = {
 _MIN_PAIR_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _MAX_DIMS = 4
+_MXFP4 = WeightFormat("MXFP4", 32, 17, 39)
+"""Read like the others, but claimed by name: not every backend that takes ggml's types takes it."""
 
 
 @attrs.frozen
@@ -245,11 +247,11 @@ def _place(
 def _entry(
     cursor: _Cursor, name: str, extents: list[int], ggml_type: int, offset: int
 ) -> TensorEntry:
-    fmt = next((f for f in FORMATS.values() if f.ggml_type == ggml_type), None)
+    fmt = next((f for f in (*FORMATS.values(), _MXFP4) if f.ggml_type == ggml_type), None)
     if fmt is None:
         raise ModelError(
             f"tensor `{name}` of `{cursor.path}` has type {_type_name(ggml_type)}; "
-            f"halogen reads {', '.join(FORMATS)}",
+            f"halogen reads {', '.join(FORMATS)}, {_MXFP4.name}",
             code="HRT-2006",
             fix="take a file quantised to one of these types, e.g. Q4_K_M or Q8_0",
         )

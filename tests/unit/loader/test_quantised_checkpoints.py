@@ -10,6 +10,8 @@ from tiny_files import hf_name, llama_shapes
 
 from halogen_core.errors import ModelError
 from halogen_core.loader import open_model
+from halogen_core.loader.gguf import read_gguf
+from halogen_core.spi import QuantTensor
 
 FORMS = [
     ("awq", {}),
@@ -133,3 +135,34 @@ def test_damage_is_named_when_read(tmp_path, name):
     with pytest.raises(ModelError, match="q_proj") as failure:
         open_model(directory).tensor("blk.0.attn_q.weight")
     assert failure.value.code == "HRT-2011"
+
+
+def test_mxfp4_in_a_gguf_file(tmp_path):
+    """Type 39, as gpt-oss files have it; values by the `gguf` package."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.MXFP4
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    raw = gguf.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "m.gguf")
+    entry = file.tensors["w"]
+    tensor = QuantTensor(format=entry.format, shape=entry.shape, data=file.view(entry))
+    assert (tensor.format, tensor.shape) == ("MXFP4", (8, 64))
+    assert np.array_equal(values_of(tensor), gguf.dequantize(raw, kind))
+
+
+def test_planning_knows_the_sizes(tmp_path):
+    from halogen_core.cli.bounds import active_share
+    from halogen_core.models import config_of
+
+    model = open_model(write_packed(tmp_path / "m", Packer("awq"), llama_shapes()))
+    size, elements = active_share(model, config_of(model))
+    assert elements == sum(int(np.prod(shape)) for shape in llama_shapes().values())
+    tensors = [model.tensor(name) for name in model.names()]
+    assert size == sum(t.data.nbytes + sum(a.nbytes for a in t.aux.values()) for t in tensors)
