@@ -30,6 +30,7 @@ SMALL = Tuning(
         "plane_gemv": (Rule(launch=Launch(block_n=64, block_k=256)),),
         "dense_gemm": (Rule(launch=Launch(block_m=16, block_n=64, block_k=64)),),
         "plane_gemm": (Rule(launch=Launch(block_m=16, block_n=64, block_k=256)),),
+        "int8_gemm": (Rule(launch=Launch(block_m=16, block_n=64, block_k=64)),),
     },
 )
 GREEDY = RowSampler.start(SamplingParams(), [], seed=0)

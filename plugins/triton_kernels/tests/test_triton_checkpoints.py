@@ -7,13 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from halogen_core.engine.batch import build_step
 from halogen_core.loader import open_model
-from halogen_core.spi import BackendOptions, WeightRole
+from halogen_core.spi import BackendOptions, TorchBackend, WeightRole
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import Launch, Rule, Tuning
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests/unit/loader"))
 from packed_files import Packer, write_packed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_triton_backend import item, open_runner, triton_backend
 
 DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
 WIDE = Launch(block_n=32, block_m=16, block_k=64)
@@ -73,6 +77,30 @@ def test_a_directorys_weights_multiply_as_their_definition(tmp_path, backend, fo
         # int8 activations are wanted by the format, and cost what rounding costs
         bound = 1e-2 if form == "int8" else 3e-6
         assert np.abs(got - exact).max() <= bound * np.abs(exact).max()
+
+
+SOME = [pytest.param(f, marks=() if f == "gptq" else pytest.mark.slow) for f in FORMS]
+
+
+@pytest.mark.parametrize("form", SOME)
+def test_a_whole_model_gives_the_plain_backends_logits(tmp_path, form):
+    """From files to logits: a prompt, then a decoding step beside a second prompt."""
+    packer = Packer(form, **FORMS[form])
+    model = open_model(write_packed(tmp_path / "m", packer, shapes(), **CONFIG))
+    own = open_runner(triton_backend(), model)
+    plain = TorchBackend(BackendOptions(extra={"dtype": "f32"}), name="torch")
+    plain = open_runner(plain, model)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, 20).tolist()
+    for items in (
+        [item(tokens, 0, 9, [7])],
+        [item(tokens, 9, 1, [7]), item(tokens[::-1], 0, 6, [2])],
+        [item(tokens, 10, 1, [7])],
+    ):
+        batch = build_step(items, 16).batch
+        got, want = own.logits(batch), plain.logits(batch)
+        # int8 activations are rounded here and exact there
+        bound = 5e-2 if form == "int8" else 3e-5
+        assert np.abs(got - want).max() <= bound * np.abs(want).max()
 
 
 def test_tensors_in_reused_memory_are_not_confused(tmp_path, backend):
