@@ -117,7 +117,7 @@ class TritonBackend(TorchBackend):
             weight_formats=formats,
             kv_block_sizes=tuple(sorted(kv.BLOCK_SIZES, key=self._awkward)),
             graph_capture=self._graphs,
-            # no atomics, no races: the same step gives the same bits
+            # whoever arrives last adds parts in their order: the same step gives the same bits
             deterministic=True,
             batch_invariant=False,
             unified_memory=False,
