@@ -288,29 +288,35 @@ def tile_rows(
     SPAN: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """y [T, K] = rows `ids` of the weight, times `factor`; grid (T, chunks of 256)."""
+    """y [T, K] = rows `ids` of the weight, times `factor`; grid (T, four chunks of 256)."""
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + t) + tl.zeros([1], tl.int32)
-    chunk = tl.program_id(1)
-    j = tl.arange(0, 64)
-    w = tl.load(_row_words(codes, row, CHUNKS, j) + chunk * 1024)
+    word = tl.arange(0, 256)
+    chunk = tl.program_id(1) * 4 + word // 64
+    live = chunk < CHUNKS
+    j = word % 64
+    tile = (row // 16).to(tl.int64) * (CHUNKS * 1024) + (row % 16) * 32
+    place = tile + chunk * 1024 + (j // 32) * 512 + j % 32
+    place = tl.max_contiguous(tl.multiple_of(place, [32]), [32])
+    w = tl.load(codes + place, mask=live, other=0)
     at = (chunk // SPAN) * ROWS + row
     for i in tl.static_range(4):
         block = (j // 32) * 4 + i
         each = at * PER + block * PER // 8
-        s = tl.load(scales + each)
+        s = tl.load(scales + each, mask=live, other=0)
         e = s
         if FORMAT == 3:
-            e = tl.load(extra + at + block * 0)
+            e = tl.load(extra + at, mask=live, other=0)
         if FORMAT == 4:
-            e = tl.load(extra + each)
+            e = tl.load(extra + each, mask=live, other=0)
         scale, shift = scale_and_shift(s, e, 0, FORMAT, ZERO)
-        code = tl.reshape(code_values(w, i, tl.float32, 0, FORMAT, False), [64])
+        code = code_values(w, i, tl.float32, 0, FORMAT, False)
         if FORMAT == 4:
             value = scale * (code - e.to(tl.float32))
         elif FORMAT == 1:
             value = scale * (code - ZERO)
         else:
             value = scale * code - shift
-        out = y + t * CHUNKS * 256 + chunk * 256 + block * 32 + j % 32
-        tl.store(out, (value * factor).to(y.dtype.element_ty))
+        place = t * CHUNKS * 256 + chunk * 256 + block * 32 + j % 32
+        place = tl.max_contiguous(tl.multiple_of(place, [32]), [32])
+        tl.store(y + place, (value * factor).to(y.dtype.element_ty), mask=live)

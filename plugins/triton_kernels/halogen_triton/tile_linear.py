@@ -53,7 +53,7 @@ def tile_linear(
 def tile_rows(ids: Tensor, weight: Tiles, y: Tensor, scale: float) -> None:
     """Y [T, K] = rows `ids` of a table, dequantised, times `scale`."""
     chunks = weight.shape[1] // CHUNK
-    kernels.tile_rows[(len(ids), chunks)](
+    kernels.tile_rows[(len(ids), triton.cdiv(chunks, 4))](
         ids, weight.codes, weight.scales, weight.extra, y, weight.shape[0], chunks, scale,
         **weight.constants, num_warps=1,
     )  # fmt: skip
