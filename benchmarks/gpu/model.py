@@ -125,7 +125,8 @@ class Session:
             model_path="seeded",
             model_id="seeded",
             end_token_ids=[],
-            max_context=4096,
+            # the pool holds eight sequences of this length, so 256 of 640 tokens
+            max_context=32768,
             max_batch=256,
             max_batch_tokens=8192,
             max_queue=1024,
@@ -251,7 +252,7 @@ def fixed_batch(session: Session, batch: int, new: int, repeats: int) -> dict:
 
 def serving(session: Session, requests: int, repeats: int) -> dict:
     """Requests of 512 tokens in and 128 out, all at once, through the engine."""
-    session.serve(requests, new=4)
+    session.serve(requests, new=48)
     timed = [session.serve(requests) for _ in range(repeats)]
     rates = [tokens / seconds for seconds, tokens in timed]
     print(f"serving {requests} x (512, 128): {median(rates):.0f} output tok/s", flush=True)

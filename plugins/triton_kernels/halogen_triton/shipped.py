@@ -22,10 +22,11 @@ from halogen_triton.attention import (
 )
 from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning, tuning
-from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, linear
+from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, gates, linear
 from halogen_triton.planes import PLANE_FORMATS, Planes
 from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
 from halogen_triton.sampling import FIELDS, DrawTensors, draw
+from halogen_triton.skinny import skinny_rule
 from halogen_triton.tiles import Tiles
 
 _NEWEST = ("MXFP4", "INT4", "W8A16")
@@ -153,13 +154,18 @@ def _linear(table: Tuning) -> Iterator[Case]:
     for name, weight in weights.items():
         # of the newest formats the shapes that differ most
         for rows in (1, 8, 32, 64, 512) if name not in _NEWEST else (1, 32):
-            if name == "bf16" and rows > 1 and table.rule("dense_gemm", m=rows, n=n, k=k).library:
+            library = table.rule("dense_gemm", m=rows, n=n, k=k).library
+            if name == "bf16" and rows > 1 and library and not skinny_rule(weight, table, rows, n):
                 continue
             x = _meta(rows, k)
             yield f"linear {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)
         if name in ("bf16", "Q4_K", "Q6_K"):
             x = _meta(1, k)
             yield f"gated {name}", lambda x=x, w=weight: linear(x, w, table, activation=1)
+        if name == "bf16" and gates(8, weight, table):
+            x, narrow = _meta(8, k), _meta(3584, k)
+            yield "gated bf16 rows 8", lambda x=x, w=weight: linear(x, w, table, activation=1)
+            yield "linear bf16 split rows 8", lambda x=x, w=narrow: linear(x, w, table)
         if isinstance(weight, Planes):
             yield (
                 f"embed {name}",
