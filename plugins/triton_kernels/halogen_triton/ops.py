@@ -145,9 +145,7 @@ class TritonOps(TorchOps):
         x = self._rows(x)
         if x.shape[0] == 0:
             return x
-        # in float32: two experts whose logits round to the same 16 bits would change places
-        logits = torch.nn.functional.linear(x.float(), router.payload.float())
-        experts, weights = route(logits, spec)
+        experts, weights = route(torch.nn.functional.linear(x, router.payload), spec)
         rows = expert_rows(experts, spec.num_experts)
         inner = expert_linear(x, gate_up.payload, rows, self.tuning)
         inner = gated_act(inner, ACTIVATIONS[spec.activation], pdl=self.tuning.pdl)
