@@ -3,8 +3,9 @@
     python benchmarks/scheduler/run.py [--json benchmarks/scheduler/result.json]
 
 Each figure is the median over interleaved rounds: ours, baseline, ours, ... A round of steps is
-two blocks of tokens long, so that it holds every kind of step in its proportion. Cost growth is
-measured from 1 to 4,096 sequences and from 1K to 1M blocks.
+two blocks of tokens long and prompts differ in length, so that blocks fill as in life: a sixteenth
+of the sequences in each step. Cost growth is measured from 1 to 4,096 sequences and from 1K to 1M
+blocks.
 """
 
 import argparse
@@ -67,12 +68,12 @@ def interleaved(ours, baseline, *, rounds, number=1):
 def our_scheduler(running, waiting, num_blocks=None, prompt=100):
     pool = BlockPool(num_blocks or running * 64 + 1024, SIZE)
     config = SchedulerConfig(
-        max_batch=running, max_batch_tokens=max(8192, running * prompt), max_queue=10**6
+        max_batch=running, max_batch_tokens=max(8192, running * (prompt + SIZE)), max_queue=10**6
     )
     scheduler = Scheduler(config, pool)
     rng = random.Random(1)
     for i in range(running + waiting):
-        tokens = [rng.randrange(32_000) for _ in range(prompt)]
+        tokens = [rng.randrange(32_000) for _ in range(prompt + i % SIZE)]
         scheduler.add(Sequence(seq_id=i, token_ids=tokens, max_new_tokens=600))
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, [[1]] * len(plan.items))
@@ -93,7 +94,7 @@ def naive_step(running, waiting):
     scheduler = NaiveScheduler(NaiveBlocks(running * 64 + 1024, SIZE), running)
     rng = random.Random(1)
     for i in range(running + waiting):
-        tokens = [rng.randrange(32_000) for _ in range(100)]
+        tokens = [rng.randrange(32_000) for _ in range(100 + i % SIZE)]
         scheduler.waiting.append(NaiveSequence(i, tokens))
     scheduler.admit()
     for seq in scheduler.running:
@@ -181,7 +182,7 @@ def admission(waiting):
 
 
 def step_growth(counts):
-    """Decode steps of so many sequences; `longest_us`: all of them fill a block at once."""
+    """Decode steps of so many sequences; each fills a block every sixteenth."""
     rows = []
     for count in counts:
         step = our_step(our_scheduler(count, 0, num_blocks=count * 32 + 64))
