@@ -84,13 +84,17 @@ def ours_decode(
     q = torch.randn(batch, HQ * D, device="cuda", dtype=torch.bfloat16)
     seqs = sequences(batch, length, 1, tables)
     shape = HeadShape(num_heads=HQ, num_kv_heads=HKV, head_dim=D, scale=D**-0.5)
-    error = check(attention(q, layers[0], seqs, shape, plan), q, layers[0], tables, length)
-    return graph_time([lambda x=x: attention(q, x, seqs, shape, plan) for x in layers]), error
+    # as the engine has them; without, each call would clear its own
+    joins = torch.zeros(batch * HKV, dtype=torch.int32, device="cuda")
+    out = attention(q, layers[0], seqs, shape, plan, joins=joins)
+    error = check(out, q, layers[0], tables, length)
+    calls = [lambda x=x: attention(q, x, seqs, shape, plan, joins=joins) for x in layers]
+    return graph_time(calls), error
 
 
-def plans(sweep: bool) -> list[tuple[str, AttentionPlan, int]]:
+def plans(sweep: bool, batch: int) -> list[tuple[str, AttentionPlan, int]]:
     table = tuning("sm_90")
-    rule = table.rule("decode", d=D)
+    rule = table.rule("decode", d=D, pairs=batch * HKV)
     base = AttentionPlan(
         prefill=table.launch("prefill", d=D), decode=rule.launch, programs=rule.programs
     )
@@ -122,7 +126,7 @@ def decode(sweep: bool) -> list[dict]:
                 row[name] = [s * 1e6 for s in sdpa_decode(batch, length, backend)]
             except RuntimeError as exc:
                 row[name] = str(exc)[:200]
-        for name, plan, block in plans(sweep):
+        for name, plan, block in plans(sweep, batch):
             samples, error = ours_decode(batch, length, plan, block)
             row["ours"][name] = {"us": [s * 1e6 for s in samples], "error": error}
         rows.append(row)
@@ -139,11 +143,11 @@ def decode(sweep: bool) -> list[dict]:
 def prefill(sweep: bool) -> list[dict]:
     rows = []
     table = tuning("sm_90")
-    launches = [("shipped", table.launch("prefill", d=D))]
+    others: list[tuple[str, Launch]] = []
     if sweep:
         for bm, bn, w, s in ((128, 64, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 3), (128, 32, 8, 3), (256, 64, 8, 2)):  # fmt: skip
             name = f"m{bm} n{bn} w{w} s{s}"
-            launches.append((name, Launch(block_m=bm, block_n=bn, warps=w, stages=s)))
+            others.append((name, Launch(block_m=bm, block_n=bn, warps=w, stages=s)))
     shape = HeadShape(num_heads=HQ, num_kv_heads=HKV, head_dim=D, scale=D**-0.5)
     for length in PREFILL:
         flops = 2 * 2 * HQ * D * length * (length + 1) / 2
@@ -164,7 +168,8 @@ def prefill(sweep: bool) -> list[dict]:
         layers, tables = paged(1, length, 1, BLOCK)
         qq = torch.randn(length, HQ * D, device="cuda", dtype=torch.bfloat16)
         seqs = sequences(1, length, length, tables)
-        for name, launch in launches:
+        shipped = ("shipped", table.launch("prefill", d=D, quant=0, length=length))
+        for name, launch in (shipped, *others):
             plan = AttentionPlan(prefill=launch, decode=table.launch("decode", d=D), programs=264)
             try:
                 call = lambda plan=plan: attention(qq, layers[0], seqs, shape, plan)

@@ -34,7 +34,7 @@ from halogen_core.spi import (
     WeightRole,
 )
 from halogen_cuda.backend import CudaBackend
-from halogen_triton.packing import join
+from halogen_triton.packing import arranged, join
 from halogen_triton.planes import repack
 
 HIDDEN, INNER, LAYERS, HQ, HKV, D, VOCAB = 3584, 18944, 28, 28, 4, 128, 152064
@@ -91,6 +91,8 @@ class SeededBackend(CudaBackend):
         if len(made) > 1 and isinstance(made[0], torch.Tensor):
             made = [torch.cat(made, 0)]
         payload = join(made)
+        if role is WeightRole.LINEAR:
+            payload = arranged(payload, self.tuning, self.dtype)
         return PackedWeight(
             payload=payload,
             shape=tuple(payload.shape),
