@@ -63,7 +63,9 @@ def int8_gemm(
         xt = tl.load(x + row[:, None] * K + (k0 + k)[None, :], mask=live[None, :], other=0)
         wt = tl.load(weight + column[None, :] * K + (k0 + k)[:, None], mask=live[:, None], other=0)
         acc = tl.dot(xt, wt, acc, out_dtype=tl.int32)
-    total = acc.to(tl.float32) * tl.load(x_scales + row)[:, None] * tl.load(scales + column)[None, :]
+    total = (
+        acc.to(tl.float32) * tl.load(x_scales + row)[:, None] * tl.load(scales + column)[None, :]
+    )
     if BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
     at = y + row[:, None] * y_stride + n[None, :]

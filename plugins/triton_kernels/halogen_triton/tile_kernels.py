@@ -21,7 +21,9 @@ from halogen_triton.tile_codes import code_values, scale_and_shift
 
 
 @triton.jit
-def _records(scales, extra, chunk, row, ROWS, PER: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr):
+def _records(
+    scales, extra, chunk, row, ROWS, PER: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr
+):
     """Scales [BN, PER] of one chunk of 256 elements, and what comes with them."""
     at = (chunk // SPAN) * ROWS + row
     each = at[:, None] * PER + tl.arange(0, PER)[None, :]
@@ -106,17 +108,26 @@ def tile_gemv(
         us2, ue2 = s2, e2
         uw = w
         if GATED:
-            uw = tl.load(words + (N // 16).to(tl.int64) * (CHUNKS * 1024) + chunk * 1024, eviction_policy="evict_first")
+            uw = tl.load(
+                words + (N // 16).to(tl.int64) * (CHUNKS * 1024) + chunk * 1024,
+                eviction_policy="evict_first",
+            )
             us2, ue2 = _records(scales, extra, after, row + N, ROWS, PER, SPAN, FORMAT)
         part = tl.zeros([BN, 8], tl.float32)
         upart = tl.zeros([BN, 8], tl.float32)
         xsum = tl.zeros([BN, 8], tl.float32)
         for i in tl.static_range(4):
             block = c[None, :] == i + 4 * (j // 32)[:, None]
-            xb = tl.load(x + chunk * 256 + 32 * c[None, :] + (j % 32)[:, None], mask=block, other=0.0)
-            part = tl.dot(code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee")
+            xb = tl.load(
+                x + chunk * 256 + 32 * c[None, :] + (j % 32)[:, None], mask=block, other=0.0
+            )
+            part = tl.dot(
+                code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee"
+            )
             if GATED:
-                upart = tl.dot(code_values(uw, i, DTYPE, BASE, FORMAT, ASM), xb, upart, input_precision="ieee")
+                upart = tl.dot(
+                    code_values(uw, i, DTYPE, BASE, FORMAT, ASM), xb, upart, input_precision="ieee"
+                )
             if FORMAT != 5:
                 xsum = tl.dot(ones, xb, xsum, input_precision="ieee")
         scale, shift = scale_and_shift(s, e, BASE, FORMAT, ZERO)
@@ -155,7 +166,17 @@ def tile_gemv(
 
 
 @triton.jit
-def _block_records(scales, extra, group, row, ROWS, b: tl.constexpr, PER: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr):
+def _block_records(
+    scales,
+    extra,
+    group,
+    row,
+    ROWS,
+    b: tl.constexpr,
+    PER: tl.constexpr,
+    SPAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
     """Scale [BN] of block b of a group of 128 elements, and what comes with it."""
     at = (group // (2 * SPAN)) * ROWS + row
     each = at * PER + ((group % 2) * 4 + b) * PER // 8
@@ -239,7 +260,9 @@ def tile_gemm(
             if EACH == 4:
                 part = none
                 xsum = none
-            part = tl.dot(code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee")
+            part = tl.dot(
+                code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee"
+            )
             if FORMAT != 5:
                 xsum = tl.dot(ones, xb, xsum, input_precision="ieee")
             if EACH == 4 or i == 3:
@@ -265,7 +288,9 @@ def tile_gemm(
             return
         acc = tl.zeros([BN, BM], tl.float32)
         for p in tl.static_range(SPLIT):
-            acc += tl.load(at + p * (M * N).to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
+            acc += tl.load(
+                at + p * (M * N).to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg"
+            )
         tl.store(ticket, 0)
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]

@@ -52,7 +52,9 @@ def planes(name, *lead, k, seed=0):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 7, 96), (1, 1, 64), (1, 8, 50), (3, 20, 64), (17, 33, 80)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 7, 96), (1, 1, 64), (1, 8, 50), (3, 20, 64), (17, 33, 80)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_dense(dtype, rows, n, k, with_bias):
     x, w = normal(rows, k, dtype=dtype), normal(n, k, dtype=dtype, seed=2)
