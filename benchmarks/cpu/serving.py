@@ -131,7 +131,8 @@ async def together(server, prompts, count, width=None):
         async with gate:
             return await stream(client, server, prompt, count)
 
-    limits = httpx.Limits(max_connections=None)
+    # a connection each: the peer closes kept ones while they are taken again
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(limits=limits) as client:
         began = time.perf_counter()
         times = await asyncio.gather(*(one(client, p) for p in prompts))
