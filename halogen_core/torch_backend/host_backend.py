@@ -6,6 +6,7 @@ overriding one op after the other. What still goes through the host is counted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Generic
 
@@ -39,7 +40,7 @@ from halogen_core.torch_backend.backend import TorchBackend
 from halogen_core.torch_backend.host_ops import HostFallbackOps, OnHost
 
 
-class HostFallbackBackend(Generic[Array]):
+class HostFallbackBackend(ABC, Generic[Array]):
     """A complete backend for a device that so far only moves arrays.
 
     Subclass it with `upload` and `download`; then override `memory`, an op in `ops_class`, `pack`
@@ -60,13 +61,13 @@ class HostFallbackBackend(Generic[Array]):
 
     # -- the device
 
+    @abstractmethod
     def upload(self, host: NDArray[Any]) -> Array:
         """A device copy of a host array."""
-        raise NotImplementedError
 
+    @abstractmethod
     def download(self, array: Array) -> NDArray[Any]:
         """A host copy of a device array; floating arrays as float32."""
-        raise NotImplementedError
 
     # -- identity
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as C
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -335,12 +336,12 @@ class Tape:
             raise DeviceError(f"ggml_graph_compute returned {status}", code="HRT-3606")
 
 
-class Arena:
+class Arena(ABC):
     """Where a tape's intermediates live."""
 
+    @abstractmethod
     def reserve(self, nbytes: int) -> int:
         """An address with `nbytes` writable bytes behind it."""
-        raise NotImplementedError
 
 
 class PrivateArena(Arena):
