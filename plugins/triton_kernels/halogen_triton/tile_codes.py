@@ -24,115 +24,24 @@ def _e2m1(words, i: tl.constexpr, DTYPE: tl.constexpr):
     return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)
 
 
-@triton.jit
-def _pairs_bf16(words, i: tl.constexpr):
+@triton.constexpr_function
+def _pair_asm(i, magic):
+    """PTX: nibbles i of both halves of a word in the mantissas of the pair `magic`."""
     if i == 0:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;", "=r,r", [words], tl.bfloat16, True, 2
-        )
-    elif i == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
-    elif i == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
+        return f"lop3.b32 $0, $1, 0x000f000f, {magic}, 0xea;"
+    shift = f"shr.u32 t, $1, {4 * i};"
+    return f"{{ .reg .b32 t; {shift} lop3.b32 $0, t, 0x000f000f, {magic}, 0xea; }}"
 
 
-@triton.jit
-def _pairs_f16(words, i: tl.constexpr):
-    if i == 0:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;", "=r,r", [words], tl.float16, True, 2
-        )
-    elif i == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }",
-            "=r,r",
-            [words],
-            tl.float16,
-            True,
-            2,
-        )
-    elif i == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }",
-            "=r,r",
-            [words],
-            tl.float16,
-            True,
-            2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }",
-            "=r,r",
-            [words],
-            tl.float16,
-            True,
-            2,
-        )
-
-
-@triton.jit
-def _e2m1_bf16(words, i: tl.constexpr):
-    # sign to bit 15, exponent and mantissa to bits 8 to 6, then times 2^126
-    if i == 0:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, m, c; shl.b32 s, $1, 12; shl.b32 m, $1, 6; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
-    elif i == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, m, c; shl.b32 s, $1, 8; shl.b32 m, $1, 2; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
-    elif i == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, m, c; shl.b32 s, $1, 4; shr.u32 m, $1, 2; and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 m, c; shr.u32 m, $1, 6; and.b32 m, m, 0x01c001c0; lop3.b32 m, $1, 0x80008000, m, 0xea; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }",
-            "=r,r",
-            [words],
-            tl.bfloat16,
-            True,
-            2,
-        )
+@triton.constexpr_function
+def _e2m1_asm(i):
+    """PTX: sign to bit 15, exponent and mantissa to bits 8 to 6, then times 2^126, in bfloat16."""
+    value = f"shl.b32 m, $1, {6 - 4 * i};" if i < 2 else f"shr.u32 m, $1, {4 * i - 6};"
+    rest = "mov.b32 c, 0x7e807e80; mul.rn.bf16x2 $0, m, c; }"
+    if i == 3:
+        return f"{{ .reg .b32 m, c; {value} and.b32 m, m, 0x01c001c0; lop3.b32 m, $1, 0x80008000, m, 0xea; {rest}"
+    sign = f"shl.b32 s, $1, {12 - 4 * i};"
+    return f"{{ .reg .b32 s, m, c; {sign} {value} and.b32 m, m, 0x01c001c0; lop3.b32 m, s, 0x80008000, m, 0xea; {rest}"
 
 
 @triton.jit
@@ -147,13 +56,17 @@ def code_values(
     """Nibble i of int16 words as BASE + code, or as an E2M1 value."""
     if FORMAT == 5:
         if ASM and tl.bfloat16 == DTYPE:
-            return _e2m1_bf16(words, i)
+            return tl.inline_asm_elementwise(_e2m1_asm(i), "=r,r", [words], tl.bfloat16, True, 2)
         else:
             return _e2m1(words, i, DTYPE)
     elif ASM and tl.bfloat16 == DTYPE:
-        return _pairs_bf16(words, i)
+        return tl.inline_asm_elementwise(
+            _pair_asm(i, "0x43004300"), "=r,r", [words], tl.bfloat16, True, 2
+        )
     elif ASM and tl.float16 == DTYPE:
-        return _pairs_f16(words, i)
+        return tl.inline_asm_elementwise(
+            _pair_asm(i, "0x64006400"), "=r,r", [words], tl.float16, True, 2
+        )
     else:
         return (_field(words, i).to(tl.float32) + BASE).to(DTYPE)
 
