@@ -121,7 +121,7 @@ def find(name: str | None, engine: Engine) -> Profile | None:
     from halogen_core.cli.host_profile import host_profile
 
     if name is not None:
-        return find_profile(engine.info.backend, name)
+        return find_profile(name, engine.info.backend)
     tier = engine.runner.backend.memory()[0]
     is_host = tier.shared_with_host and tier.bandwidth is None
     return host_profile() if is_host else None

@@ -29,6 +29,8 @@ class Profile:
     reserve: int
     graph: int = 0
     """Set aside for captured steps."""
+    shared_with_host: bool = False
+    """One memory: a host tier is part of the pool."""
     bandwidth: dict[str, float]
     compute: dict[str, float]
     weight_formats: dict[str, str]
@@ -38,29 +40,38 @@ class Profile:
     fallback_ops: dict[str, str]
 
 
-def find_profile(backend: str, name: str) -> Profile:
-    """The profile of that name among installed plugins' (by manifest), or in a file."""
+def find_profile(name: str, backend: str | None = None) -> Profile:
+    """The profile of that name among installed plugins' (by manifest), or in a file.
+
+    The profile says which backend it is of; `backend`, if given, must be that one.
+    """
     from halogen_core.plugins import PluginRegistry
 
-    if name.endswith(".json"):
-        return read_profile(Path(name))
     found: dict[str, Path] = {}
+    names: dict[str, set[str]] = {}
     for plugin in PluginRegistry.discover().plugins:
-        offered = {
-            plugin.name,
-            *(n for spec in plugin.backends for n in (spec.name, *spec.aliases)),
-        }
+        offered = {n for spec in plugin.backends for n in (spec.name, *spec.aliases)}
+        offered.add(plugin.name)
+        names |= dict.fromkeys(offered, offered)
         manifest = plugin.manifest
-        if backend in offered and manifest is not None and manifest.profiles:
+        if manifest is not None and manifest.profiles and (backend is None or backend in offered):
             folder = Path(manifest.path).parent / manifest.profiles
             found |= {file.stem: file for file in sorted(folder.glob("*.json"))}
+    if name.endswith(".json"):
+        profile = read_profile(Path(name))
+        if backend is None or backend in names.get(profile.backend, {profile.backend}):
+            return profile
+        raise _no_profile(f"profile `{name}` is of backend `{profile.backend}`, not `{backend}`")
     if name not in found:
-        raise ConfigError(
-            f"backend `{backend}` has no profile `{name}`; it has {', '.join(found) or 'none'}",
-            code="HRT-3421",
-            fix="name one of these, or give a JSON file",
-        )
+        owner = f"backend `{backend}`" if backend else "no installed plugin"
+        verb = "has no" if backend else "has a"
+        listed = ", ".join(sorted(found)) or "none"
+        raise _no_profile(f"{owner} {verb} profile `{name}`; there are {listed}")
     return read_profile(found[name])
+
+
+def _no_profile(text: str) -> ConfigError:
+    return ConfigError(text, code="HRT-3421", fix="name one that is there, or give a JSON file")
 
 
 def read_profile(path: Path) -> Profile:
@@ -76,6 +87,7 @@ def read_profile(path: Path) -> Profile:
             free=memory["free"],
             reserve=memory["reserve"],
             graph=memory.get("graph", 0),
+            shared_with_host=memory.get("shared_with_host", False),
             bandwidth=data["bandwidth"],
             compute=data["compute"],
             weight_formats=data["weight_formats"],

@@ -37,22 +37,24 @@ class Workload:
     kv_dtype: str
     block_size: int
     batch_tokens: int
+    host_bytes: int = 0
+    """Of a host tier below the device pool."""
 
 
 @click.command("plan")
 @click.option("--model", required=True, help="a name, a file or a directory")
-@click.option("--backend", required=True, help="whose profile")
 @click.option("--profile", "profile_name", required=True, help="a profile's name, or a JSON file")
+@click.option("--backend", help="whose profile; default: the profile's own")
 @click.option("--context", type=click.IntRange(1), help="tokens per session; default: the model's")
 @click.option("--kv-dtype", help="storage of the KV cache; default: the profile's first")
 @click.option("--batch-tokens", type=click.IntRange(1), default=2048, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="for programs")
-@with_settings(also=("models_dir",))
+@with_settings(also=("models_dir", "host_pool_size"))
 def command(
     config: Config,
     model: str,
-    backend: str,
     profile_name: str,
+    backend: str | None,
     context: int | None,
     kv_dtype: str | None,
     batch_tokens: int,
@@ -63,7 +65,7 @@ def command(
     from halogen_core.loader.catalogue import resolve_model
     from halogen_core.models import config_of
 
-    profile = find_profile(backend, profile_name)
+    profile = find_profile(profile_name, backend)
     checkpoint = open_model(resolve_model(model, config.paths.models_dir))
     decoder = config_of(checkpoint)
     work = Workload(
@@ -71,6 +73,7 @@ def command(
         kv_dtype=kv_dtype or profile.kv_dtypes[0],
         block_size=profile.kv_block_sizes[0],
         batch_tokens=batch_tokens,
+        host_bytes=config.cache.host_pool_size,
     )
     about = plan(checkpoint, decoder, profile, work)
     click.echo(json.dumps(about, indent=2) if as_json else "\n".join(lines(about)))
@@ -92,6 +95,7 @@ def plan(
         f"workspace {_gib(temp)} - captured steps {_gib(profile.graph)} = {_gib(left)} for KV",
         f"KV {per_token / 1024:.1f} KiB per token in {work.kv_dtype}: {tokens} tokens = "
         f"{tokens // work.context} sessions of {work.context}",
+        *_host_tier(profile, work, per_token),
     ]
     if tokens < work.context:
         raise OutOfMemory(
@@ -122,6 +126,19 @@ def plan(
         "fallbacks": fallbacks(decoder, profile, formats),
         "formats": dict(formats),
     }
+
+
+def _host_tier(profile: Profile, work: Workload, per_token: int) -> list[str]:
+    """What a host tier adds, a line."""
+    if not work.host_bytes:
+        return []
+    if profile.shared_with_host:
+        return [
+            f"host tier {_gib(work.host_bytes)}: one memory, so it is part of the KV above: it "
+            "copies nothing and adds nothing"
+        ]
+    tokens = work.host_bytes // (per_token * work.block_size) * work.block_size
+    return [f"host tier {_gib(work.host_bytes)}: {tokens} more tokens of prefixes, by copies"]
 
 
 def bounds(

@@ -19,6 +19,7 @@ from halogen_core.engine.protocol import EngineInfo
 from halogen_core.engine.runner import Runner
 from halogen_core.engine.snapshots import Snapshots
 from halogen_core.errors import ConfigError
+from halogen_core.kv import one_memory
 from halogen_core.kv.block_pool import BlockPool
 from halogen_core.kv.policies import eviction_policy
 from halogen_core.kv.snapshot import Identity
@@ -106,10 +107,13 @@ def assemble_engine(
     decoder = Decoder.load(config, checkpoint, backend, progress=progress)
     load_s = time.perf_counter() - began
     layout = _kv_layout(options, backend, config)
-    plan = backend.plan(_memory_request(options, decoder, layout, context))
+    request = _memory_request(options, decoder, layout, context)
+    division = one_memory.divide(backend, request, options.host_kv_bytes)
+    plan = division.plan
     kv = backend.kv_alloc(layout, plan.num_blocks)
     mover = BackendMover(backend, kv)
-    blocks = _block_pool(options, config, mover, policies)
+    tiers = _tiers(options, mover, division.host_bytes)
+    blocks = _block_pool(options, config, mover, policies, tiers)
     scheduler = Scheduler(
         _scheduler_config(options),
         blocks,
@@ -127,6 +131,7 @@ def assemble_engine(
         end_token_ids=tuple(options.end_token_ids),
         plan=plan,
         load_s=load_s,
+        run_ahead=options.run_ahead,
     )
 
 
@@ -139,7 +144,11 @@ class Policies:
 
 
 def _block_pool(
-    options: EngineOptions, config: DecoderConfig, mover: BackendMover, policies: Policies
+    options: EngineOptions,
+    config: DecoderConfig,
+    mover: BackendMover,
+    policies: Policies,
+    tiers: Tiers | None,
 ) -> BlockPool:
     windows = [layer.attention.window for layer in config.layers]
     # a block may go only when no layer looks at it any more
@@ -153,30 +162,31 @@ def _block_pool(
         prefix_cache=options.prefix_cache,
         rules=ReuseRules(window=window),
         pin_quota=options.pin_quota,
-        tiers=_tiers(options, mover),
+        tiers=tiers,
     )
 
 
-def _tiers(options: EngineOptions, mover: BackendMover) -> Tiers | None:
+def _tiers(options: EngineOptions, mover: BackendMover, host_bytes: int) -> Tiers | None:
     """Host memory, then disk, where they were given a size."""
     each, stack = mover.bytes_per_block, []
-    if options.host_kv_bytes:
-        stack.append(Tier.host(_tier_size("host", options.host_kv_bytes, each), each))
+    if host_bytes:
+        stack.append(Tier.host(host_bytes, each))
     if options.disk_kv_bytes:
         folder = Path(options.disk_kv_dir or tempfile.gettempdir())
-        stack.append(Tier.disk(folder, _tier_size("disk", options.disk_kv_bytes, each), each))
+        stack.append(Tier.disk(folder, _disk_bytes(options, each), each))
     seconds = block_seconds(mover.backend.cost, mover.kv.layout.spec.block_size)
     return Tiers(mover, tuple(stack), seconds) if stack else None
 
 
-def _tier_size(name: str, num_bytes: int, bytes_per_block: int) -> int:
-    if num_bytes < bytes_per_block:
+def _disk_bytes(options: EngineOptions, bytes_per_block: int) -> int:
+    if options.disk_kv_bytes < bytes_per_block:
         raise ConfigError(
-            f"`{name}_pool_size` is {num_bytes} bytes; one KV block takes {bytes_per_block}",
+            f"`disk_pool_size` is {options.disk_kv_bytes} bytes; one KV block takes "
+            f"{bytes_per_block}",
             code="HRT-3304",
-            fix=f"raise --{name}-pool-size, or leave it out",
+            fix="raise --disk-pool-size, or leave it out",
         )
-    return num_bytes
+    return options.disk_kv_bytes
 
 
 def _identity(backend: Backend[Any], checkpoint: Checkpoint, layout: KVLayout) -> Identity:

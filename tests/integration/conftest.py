@@ -1,5 +1,6 @@
 """Engines over tiny seeded models, in memory and as files."""
 
+import attrs
 import gguf
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from halogen_core.engine.building import assemble_engine
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import GenerateRequest, SamplingParams
 from halogen_core.models import config_of
-from halogen_core.spi import BackendOptions
+from halogen_core.spi import BackendOptions, Sampled
 from halogen_core.spi.testing import tiny_checkpoint
-from halogen_cpu_reference.backend import create
+from halogen_cpu_reference.backend import CpuReference, create
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +52,46 @@ def engine_options(path="memory", **changes):
     return EngineOptions(**{**defaults, **changes})
 
 
+class AheadCpu(CpuReference):
+    """`cpu_reference` as a backend that runs ahead: a step's tokens reach the host when the engine
+    waits for them, and never before, except through the device."""
+
+    def __init__(self, options):
+        super().__init__(options, device="cpu", name="cpu_reference", description="ahead")
+        self.order = []
+        """`queue` and `wait`, as they come."""
+
+    def upload_step(self, batch):
+        if batch.carried is None:
+            assert (batch.token_ids >= 0).all()
+        return super().upload_step(batch)
+
+    def fetch(self, sampled):
+        self.order.append("queue")
+        host = {
+            name: None if array is None else self.download(array)
+            for name in ("token_ids", "logprobs", "top_ids", "top_logprobs")
+            for array in [getattr(sampled, name)]
+        }
+
+        def wait():
+            self.order.append("wait")
+            return Sampled(**host)
+
+        return wait
+
+
 @pytest.fixture
 def make_engine(checkpoint):
-    """make_engine(num_blocks=None, **options): an engine over the tiny model, closed afterwards."""
+    """make_engine(num_blocks=None, ahead=False, **options): an engine over the tiny model, closed
+    afterwards; `ahead`: on a backend that runs ahead."""
     engines = []
 
-    def make(num_blocks=None, **changes):
+    def make(num_blocks=None, ahead=False, **changes):
         options = engine_options(**changes)
-        backend = create(BackendOptions(threads=1, deterministic=options.deterministic))
+        backend = (AheadCpu if ahead else create)(
+            BackendOptions(threads=1, deterministic=options.deterministic)
+        )
         if num_blocks is not None:
             backend = limited(backend, num_blocks)
         engines.append(assemble_engine(options, backend, checkpoint, config_of(checkpoint)))
@@ -70,15 +103,13 @@ def make_engine(checkpoint):
 
 
 def limited(backend, num_blocks):
-    """The backend with a KV pool of exactly `num_blocks` blocks."""
-    plan = backend.plan
+    """The backend as one with memory of its own, which holds exactly `num_blocks` blocks."""
+    plan, able = backend.plan, attrs.evolve(backend.capabilities(), unified_memory=False)
 
     def small(request):
-        import attrs
-
         return plan(attrs.evolve(request, min_blocks=num_blocks, max_blocks=num_blocks))
 
-    backend.plan = small
+    backend.plan, backend.capabilities = small, lambda: able
     return backend
 
 

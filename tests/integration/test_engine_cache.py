@@ -55,12 +55,35 @@ def test_blocks_come_back_from_the_disk_tier(make_engine, tmp_path, host):
     assert list(folder.iterdir()) == []  # the file has no name
 
 
+def test_on_one_memory_the_host_tier_is_part_of_the_pool(make_engine):
+    """Nothing is copied: what would have moved is found where it was computed."""
+    cold = run(make_engine(), request("cold", PROMPT))[0]["cold"]
+    sizes = {"max_batch": 1, "max_context": 96}
+    alone = make_engine(**sizes)
+    block = alone.runner.kv.layout.bytes_per_block
+    engine = make_engine(**sizes, host_kv_bytes=100 * block)
+    assert engine.plan.num_blocks == alone.plan.num_blocks + 100
+    assert engine.runner.kv.num_blocks == engine.plan.num_blocks
+    assert engine.blocks.residency.tiers is None
+    assert any("100 of its blocks are the pool's own" in line for line in engine.info.reasons)
+    for one in (alone, engine):
+        run(one, request("first", PROMPT))
+        run(one, *others(4))
+    assert run(alone, request("again", PROMPT))[1]["again"].cached_tokens < 56
+    tokens, last = run(engine, request("again", PROMPT))
+    assert tokens["again"] == cold
+    assert last["again"].cached_tokens >= 56
+    assert set(engine.blocks.residency.evictions.values()) == {0}
+
+
 def test_a_tier_that_cannot_be_is_refused(make_engine, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HalogenError, match=r"HRT-3304.*disk tier"):
         make_engine(disk_kv_bytes=8 << 20, disk_kv_dir=str(tmp_path / "file"))
     with pytest.raises(HalogenError, match="`host_pool_size` is 5 bytes; one KV block takes"):
         make_engine(host_kv_bytes=5)
+    with pytest.raises(HalogenError, match=r"HRT-3305.*at most \d+MiB"):
+        make_engine(host_kv_bytes=1 << 60)
 
 
 @pytest.mark.parametrize(("quota", "pinned"), [(0.0, 0), (0.5, 6)])

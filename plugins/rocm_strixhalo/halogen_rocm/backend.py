@@ -28,8 +28,8 @@ from halogen_core.spi import (
 from halogen_rocm.direct_read import file_span, read_span
 from halogen_rocm.faults import explain
 from halogen_rocm.locking import WorkingSet, locked_bytes, policy
-from halogen_rocm.memory import RESERVE, Ledger, device_tier
-from halogen_rocm.platform import Platform, read_platform
+from halogen_rocm.memory import RESERVE, Ledger, device_tier, host_tier
+from halogen_rocm.platform import Gpu, Platform, read_platform
 from halogen_rocm.sensors import BUSY, Sensors, read_sensors, throttle_suspected
 from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
@@ -93,7 +93,9 @@ class RocmBackend(TritonBackend):
         return attrs.evolve(own, unified_memory=self._device_tier().shared_with_host)
 
     def memory(self) -> tuple[MemoryTier, ...]:
-        return (self._device_tier(), *super().memory())
+        platform, gpu = self._seen()
+        host = host_tier(platform, gpu, ledger=self._ledger(), reserve=self.reserve)
+        return (self._device_tier(), host)
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         try:
@@ -141,16 +143,23 @@ class RocmBackend(TritonBackend):
         self._held_kv = 0
 
     def _device_tier(self) -> MemoryTier:
-        platform: Platform = read_platform(self.root)
-        gpu = platform.strix_halo
-        assert gpu is not None, "the GPU was there when the backend was opened"
+        platform, gpu = self._seen()
         return device_tier(
             platform,
             gpu,
-            ledger=Ledger(device_bytes=self._held_static + self._held_kv),
+            ledger=self._ledger(),
             hip_free=self._hip_free(),
             reserve=self.reserve,
         )
+
+    def _seen(self) -> tuple[Platform, Gpu]:
+        platform = read_platform(self.root)
+        gpu = platform.strix_halo
+        assert gpu is not None, "the GPU was there when the backend was opened"
+        return platform, gpu
+
+    def _ledger(self) -> Ledger:
+        return Ledger(device_bytes=self._held_static + self._held_kv)
 
     def _hip_free(self) -> int | None:
         if self.device.type != "cuda" or not torch.cuda.is_available():

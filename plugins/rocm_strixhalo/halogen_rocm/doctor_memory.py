@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from halogen_core.spi import DoctorContext, Finding, Severity
+from halogen_core.spi import DoctorContext, Finding, MemoryTier, Severity
 from halogen_rocm.findings import finding, found
 from halogen_rocm.locking import engines
-from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier
+from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier, host_tier
 from halogen_rocm.platform import Gpu, Platform, text
 
 LARGE_CARVE_OUT = 2 * GIB
@@ -35,6 +35,7 @@ def _memory(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
         f"usable for models: {tier.free / GIB:.1f} GiB of {tier.total / GIB:.1f} GiB",
         seen=tier.source,
     )
+    yield found("rocm.memory.host_tier", _host_tier(platform, gpu, tier))
     if gpu.vram_total > LARGE_CARVE_OUT:
         yield finding(
             "rocm.memory.carve_out",
@@ -51,6 +52,16 @@ def _memory(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
             f"the GPU may map {gpu.gtt_total / GIB:.1f} of {platform.mem_total / GIB:.1f} GiB",
             f"boot with ttm.pages_limit={wanted * 262144} ({wanted} GiB x 262144)",
         )
+
+
+def _host_tier(platform: Platform, gpu: Gpu, device: MemoryTier) -> str:
+    """What `--host-pool-size` would do on this machine."""
+    host = host_tier(platform, gpu, ledger=Ledger())
+    if not device.shared_with_host:
+        return f"a host tier for KV is memory apart: up to {host.free / GIB:.1f} GiB, by copies"
+    beyond = max(0, host.free - device.free)
+    rest = f"; {beyond / GIB:.1f} GiB more are the host's alone, by copies" if beyond else ""
+    return f"one memory: a host tier for KV is part of the KV pool and copies nothing{rest}"
 
 
 def _leak(platform: Platform, gpu: Gpu) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import attrs
 
 from halogen_core.spi import MemoryTier
-from halogen_rocm.platform import Gpu, Platform
+from halogen_rocm.platform import PAGE, Gpu, Platform
 
 GIB = 1 << 30
 RESERVE = 6 * GIB
@@ -35,9 +35,14 @@ def device_tier(
     reserve: int = RESERVE,
 ) -> MemoryTier:
     """What allocations of device memory can really get."""
-    if not gpu.is_strix_halo or gpu.vram_total > gpu.gtt_total:
+    if is_carve_out(gpu):
         return _carve_out(gpu, ledger, hip_free)
     return _gtt(platform, gpu, ledger, hip_free, reserve)
+
+
+def is_carve_out(gpu: Gpu) -> bool:
+    """Whether allocations come from memory that the host does not have."""
+    return not gpu.is_strix_halo or gpu.vram_total > gpu.gtt_total
 
 
 def _carve_out(gpu: Gpu, ledger: Ledger, hip_free: int | None) -> MemoryTier:
@@ -61,19 +66,13 @@ def _gtt(
     platform: Platform, gpu: Gpu, ledger: Ledger, hip_free: int | None, reserve: int
 ) -> MemoryTier:
     bounds = {"gtt_total - gtt_used": gpu.gtt_total - max(gpu.gtt_used, ledger.device_bytes)}
-    if platform.mem_available is not None:
-        # weights that the GPU holds look like reclaimable cache: MemAvailable counts them as free
-        hidden = max(0, ledger.device_bytes - gpu.gtt_used)
-        bounds["MemAvailable - reserve"] = platform.mem_available - reserve - hidden
-    if platform.cgroup_limit is not None:
-        bounds["cgroup memory.max - current"] = platform.cgroup_limit - platform.cgroup_used
+    bounds |= _host_bounds(platform, gpu, ledger, reserve)
     if hip_free is not None:
         bounds["hipMemGetInfo"] = hip_free
     total = gpu.gtt_total
     if platform.mem_total is not None:
         total = min(total, platform.mem_total)
     least = min(bounds, key=lambda name: bounds[name])
-    listed = ", ".join(f"{name} {value / GIB:.1f}" for name, value in bounds.items())
     return MemoryTier(
         name="device",
         total=total,
@@ -81,5 +80,36 @@ def _gtt(
         shared_with_host=True,
         bandwidth=BANDWIDTH,
         granule=2 << 20,
-        source=f"GTT: min({listed}) GiB, bound by {least}",
+        source=f"GTT: {_listed(bounds)}, bound by {least}",
     )
+
+
+def host_tier(
+    platform: Platform, gpu: Gpu, *, ledger: Ledger, reserve: int = RESERVE
+) -> MemoryTier:
+    """What the host can give; where GTT binds, it is more than the device can get."""
+    bounds = _host_bounds(platform, gpu, ledger, reserve) or {"nothing known": 0}
+    least = min(bounds, key=lambda name: bounds[name])
+    return MemoryTier(
+        name="host",
+        total=platform.mem_total or 0,
+        free=max(0, bounds[least]),
+        shared_with_host=True,
+        granule=PAGE,
+        source=f"{_listed(bounds)}, bound by {least}",
+    )
+
+
+def _host_bounds(platform: Platform, gpu: Gpu, ledger: Ledger, reserve: int) -> dict[str, int]:
+    # weights that the GPU holds look like reclaimable cache: MemAvailable counts them as free
+    hidden = 0 if is_carve_out(gpu) else max(0, ledger.device_bytes - gpu.gtt_used)
+    bounds = {}
+    if platform.mem_available is not None:
+        bounds["MemAvailable - reserve"] = platform.mem_available - reserve - hidden
+    if platform.cgroup_limit is not None:
+        bounds["cgroup memory.max - current"] = platform.cgroup_limit - platform.cgroup_used
+    return bounds
+
+
+def _listed(bounds: dict[str, int]) -> str:
+    return f"min({', '.join(f'{name} {value / GIB:.1f}' for name, value in bounds.items())}) GiB"

@@ -46,6 +46,18 @@ def test_each_machine_gets_its_findings_and_no_others(tmp_path, name):
     assert all(f.fix for f in found.values() if f.severity is not Severity.OK)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("A", "one memory: a host tier for KV is part of the KV pool and copies nothing"),
+        ("B", "copies nothing; 50.2 GiB more are the host's alone, by copies"),
+        ("C", "a host tier for KV is memory apart: up to 21.0 GiB, by copies"),
+    ],
+)
+def test_what_a_host_tier_would_be_is_told(tmp_path, name, said):
+    assert judge(tmp_path, name)["rocm.memory.host_tier"].text.endswith(said)
+
+
 def test_the_lost_digit_is_named_with_arithmetic(tmp_path):
     found = judge(tmp_path, "G")["rocm.cmdline.gtt"]
     assert "12.0 GiB" in found.text

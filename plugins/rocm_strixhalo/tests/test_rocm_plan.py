@@ -89,7 +89,7 @@ def decoder(header, **more):
     )
 
 
-PROFILE = find_profile("rocm_strixhalo", "strix-halo-128")
+PROFILE = find_profile("strix-halo-128")
 WORK = Workload(context=32768, kv_dtype="f16", block_size=64, batch_tokens=2048)
 
 
@@ -132,11 +132,33 @@ def test_fallbacks_are_named():
 
 
 def test_unknown_profiles_and_dtypes_are_refused():
-    with pytest.raises(ConfigError, match="strix-halo-128"):
-        find_profile("rocm_strixhalo", "strix-halo-999")
+    with pytest.raises(ConfigError, match=r"no installed plugin .*strix-halo-128"):
+        find_profile("strix-halo-999")
+    with pytest.raises(ConfigError, match=r"`cpu_ggml` has no profile .*none"):
+        find_profile("strix-halo-128", "cpu_ggml")
     header = Header()
     with pytest.raises(ConfigError, match="kv dtype"):
         plan(header, decoder(header), PROFILE, attrs.evolve(WORK, kv_dtype="q2"))
+
+
+def test_the_profile_implies_its_backend(tmp_path):
+    """By name and as a file; a backend's alias is as good as its name."""
+    assert find_profile("strix-halo-64", "rocm").backend == PROFILE.backend == "rocm_strixhalo"
+    shipped = Path(__file__).parents[1] / "halogen_rocm/profiles/strix-halo-64.json"
+    assert find_profile(str(shipped)) == find_profile(str(shipped), "rocm")
+    with pytest.raises(ConfigError, match="is of backend `rocm_strixhalo`, not `cpu_ggml`"):
+        find_profile(str(shipped), "cpu_ggml")
+
+
+def test_a_host_tier_adds_nothing_to_one_memory():
+    header = Header()
+    work = attrs.evolve(WORK, host_bytes=8 * GIB)
+    same, more = (plan(header, decoder(header), PROFILE, w) for w in (WORK, work))
+    assert more["kv_tokens"] == same["kv_tokens"]
+    assert "one memory, so it is part of the KV above" in more["arithmetic"][-1]
+    apart = attrs.evolve(PROFILE, shared_with_host=False)
+    about = plan(header, decoder(header), apart, work)
+    assert about["arithmetic"][-1] == "host tier 8.00 GiB: 32768 more tokens of prefixes, by copies"
 
 
 def test_profiles_agree_with_the_backend(tmp_path):
