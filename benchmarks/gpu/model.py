@@ -3,9 +3,9 @@
     python benchmarks/gpu/model.py OUT.json [--format BF16|Q4_K] [--batches 1,8,32] [--serve 64,256]
 
 Decode rate = (batch x 256 tokens) / (median time of 264 - median time of 8 tokens), each batch size
-warmed first. `--serve` gives so many requests of 512 tokens in and 128 out to the engine at once:
-scheduler, block tables, streaming outputs and all. Weights are random (made on the device); nothing
-else differs from serving.
+warmed first. `--serve` gives so many requests of 512 tokens in and 128 out to the engine at once.
+Both go through the engine: scheduler, block tables, outputs and all. Weights are random (made on
+the device); nothing else differs from serving.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import numpy as np
 import torch
 from timing import median, save
 
-from halogen_core.engine.batch import BatchItem, build_step
 from halogen_core.engine.building import assemble_engine
 from halogen_core.engine.options import EngineOptions
-from halogen_core.engine.protocol import GenerateRequest, SamplingParams
-from halogen_core.engine.sampler import RowSampler
+from halogen_core.engine.protocol import GenerateRequest
 from halogen_core.spi import (
     FORMATS,
     AttentionSpec,
@@ -118,9 +116,9 @@ class SeededBackend(CudaBackend):
 
 
 class Session:
-    """An engine over the seeded model; also its runner alone, greedily, for fixed batches."""
+    """An engine over the seeded model."""
 
-    def __init__(self, form: str, kv_gib: int = 24, **extra: str) -> None:
+    def __init__(self, form: str, kv_gib: int = 24, run_ahead: bool = True, **extra: str) -> None:
         self.backend = SeededBackend(BackendOptions(extra=extra))
         torch.manual_seed(0)
         options = EngineOptions(
@@ -130,31 +128,37 @@ class Session:
             # the pool holds eight sequences of this length, so 256 of 640 tokens
             max_context=32768,
             max_batch=256,
-            max_batch_tokens=8192,
+            max_batch_tokens=16384,
             max_queue=1024,
             block_size=BLOCK,
             kv_bytes=kv_gib << 30,
             prefix_cache=False,
+            run_ahead=run_ahead,
         )
         self.engine = assemble_engine(options, self.backend, Shapes(form), config())
         self.runner = self.engine.runner
 
-    def serve(self, requests: int, prompt: int = 512, new: int = 128) -> tuple[float, int]:
-        """(seconds, tokens) from the first submission to the last token."""
+    def serve(
+        self, requests: int, prompt: int = 512, new: int = 128
+    ) -> tuple[float, list[list[int]], float]:
+        """(seconds from the first submission to the last token, tokens, seconds to the first)."""
         rng = np.random.default_rng(2)
         prompts = rng.integers(0, VOCAB, (requests, prompt)).tolist()
-        began, made = time.perf_counter(), 0
+        made: dict[str, list[int]] = {}
+        began, first = time.perf_counter(), 0.0
         for i, tokens in enumerate(prompts):
             request = GenerateRequest(
-                request_id=f"{began}-{i}", prompt_token_ids=tokens, max_tokens=new, ignore_eos=True
+                request_id=f"{i}", prompt_token_ids=tokens, max_tokens=new, ignore_eos=True
             )
+            made[request.request_id] = []
             refused = self.engine.submit(request)
             assert not refused, refused
         while self.engine.has_work:
-            outputs = self.engine.step()
-            assert not any(output.error for output in outputs), outputs[0].error
-            made += sum(len(output.token_ids) for output in outputs)
-        return time.perf_counter() - began, made
+            for output in self.engine.step():
+                assert not output.error, output.error
+                made[output.request_id] += output.token_ids
+            first = first or time.perf_counter() - began
+        return time.perf_counter() - began, list(made.values()), first
 
     def replay_ms(self, repeats: int = 50) -> dict[str, float]:
         """Device time of each captured step, without the host."""
@@ -172,35 +176,6 @@ class Session:
             found[f"{key.rows} rows, flash {key.flash}"] = start.elapsed_time(end) / repeats
         return found
 
-    def generate(self, batch: int, prompt: int, new: int) -> tuple[float, list[list[int]], float]:
-        """(seconds, tokens, seconds of the first step)."""
-        rng = np.random.default_rng(1)
-        tokens = [rng.integers(0, VOCAB, prompt).tolist() for _ in range(batch)]
-        per = -(-(prompt + new) // BLOCK)
-        tables = [list(range(b * per, (b + 1) * per)) for b in range(batch)]
-        sampler = RowSampler.start(SamplingParams(), [], seed=0)
-        began = time.perf_counter()
-        first = 0.0
-        for step in range(new):
-            done = prompt + step
-            items = [
-                BatchItem(
-                    token_ids=tokens[b],
-                    start=0 if step == 0 else done - 1,
-                    count=prompt if step == 0 else 1,
-                    block_table=tables[b],
-                    sampler=sampler,
-                    samples=True,
-                )
-                for b in range(batch)
-            ]
-            made = build_step(items, BLOCK)
-            ids = self.runner.step(made.batch, made.shape).token_ids
-            for b in range(batch):
-                tokens[b].append(int(ids[b]))
-            first = first or time.perf_counter() - began
-        return time.perf_counter() - began, [t[prompt:] for t in tokens], first
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -212,9 +187,10 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="numbers of requests, like 64,256")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--option", action="append", default=[], help="backend option key=value")
+    parser.add_argument("--no-run-ahead", action="store_true", help="wait for every step")
     options = parser.parse_args()
     extra = dict(pair.split("=") for pair in options.option)
-    session = Session(options.format, **extra)
+    session = Session(options.format, run_ahead=not options.no_run_ahead, **extra)
     batches = map(int, filter(None, options.batches.split(",")))
     rows = [fixed_batch(session, batch, options.new, options.repeats) for batch in batches]
     replays = session.replay_ms()
@@ -228,6 +204,7 @@ def main() -> None:
         {
             "format": options.format,
             "options": extra,
+            "run_ahead": not options.no_run_ahead,
             "rows": rows,
             "replay_ms": replays,
             "serving": served,
@@ -237,12 +214,12 @@ def main() -> None:
 
 def fixed_batch(session: Session, batch: int, new: int, repeats: int) -> dict:
     """Decode and prefill of one batch size."""
-    session.generate(batch, 512, 8)
+    session.serve(batch, new=8)
     long, short, firsts = [], [], []
     for _ in range(repeats):
-        seconds, tokens, first = session.generate(batch, 512, new)
+        seconds, tokens, _ = session.serve(batch, new=new)
         long.append(seconds)
-        seconds, again, first = session.generate(batch, 512, 8)
+        seconds, again, first = session.serve(batch, new=8)
         short.append(seconds)
         firsts.append(first)
     rate = batch * (new - 8) / (median(long) - median(short))
@@ -253,12 +230,12 @@ def fixed_batch(session: Session, batch: int, new: int, repeats: int) -> dict:
 
 
 def serving(session: Session, requests: int, repeats: int) -> dict:
-    """Requests of 512 tokens in and 128 out, all at once, through the engine."""
+    """Requests of 512 tokens in and 128 out, all at once."""
     session.serve(requests, new=48)
     timed = [session.serve(requests) for _ in range(repeats)]
-    rates = [tokens / seconds for seconds, tokens in timed]
+    rates = [sum(map(len, tokens)) / seconds for seconds, tokens, _ in timed]
     print(f"serving {requests} x (512, 128): {median(rates):.0f} output tok/s", flush=True)
-    return {"requests": requests, "seconds": [s for s, _ in timed], "tok_s": rates}
+    return {"requests": requests, "seconds": [s for s, *_ in timed], "tok_s": rates}
 
 
 def profile(session: Session) -> None:
@@ -268,7 +245,7 @@ def profile(session: Session) -> None:
 
     for batch in (1, 32):
         with record(activities=[ProfilerActivity.CUDA]) as seen:
-            session.generate(batch, 512, 10)
+            session.serve(batch, new=10)
         print(f"batch {batch}")
         print(
             seen.key_averages().table(

@@ -79,4 +79,5 @@ def engine_options(config: Config, path: Path, tokenizer: Tokenizer) -> EngineOp
         long_prompt_tokens=engine.long_prompt_tokens,
         long_lane_share=engine.long_lane_share,
         max_preemptions=engine.max_preemptions,
+        run_ahead=engine.run_ahead,
     )

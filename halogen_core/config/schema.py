@@ -160,6 +160,9 @@ class EngineSettings:
         "after so many a sequence is let in again only with all the blocks it can need",
         minimum=0,
     )
+    run_ahead: bool = setting(
+        SWITCH, True, "launch the next step while one runs, where the backend can"
+    )
     hang_timeout_s: float = setting(
         NUMBER, 120.0, "a step longer than this means the engine hangs; it is restarted", minimum=1
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 
 from halogen_core.engine.sampler import RowSampler, SamplingRow, sampling_batch
-from halogen_core.spi import StepBatch, StepShape
+from halogen_core.spi import Carried, StepBatch, StepShape
+from halogen_core.spi.arrays import Int32
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -24,6 +26,8 @@ class BatchItem:
     """Whether the last of these tokens is the sequence's last, so that a new one is picked."""
     prompt_logprobs: int = 0
     """Length of the prompt if its log-probabilities are wanted, else 0."""
+    carried: int = -1
+    """The row of the step before that picks the last of these tokens; -1: all are known."""
 
     @property
     def end(self) -> int:
@@ -48,8 +52,8 @@ class Step:
     shape: StepShape
 
 
-def build_step(items: Sequence[BatchItem], block_size: int) -> Step:
-    """The step that computes `items`, in order."""
+def build_step(items: Sequence[BatchItem], block_size: int, before: Any = None) -> Step:
+    """The step that computes `items`, in order; `before`: the tokens that items carry over."""
     starts = np.zeros(len(items) + 1, np.int32)
     np.cumsum([item.count for item in items], out=starts[1:])
     total = int(starts[-1])
@@ -75,8 +79,17 @@ def build_step(items: Sequence[BatchItem], block_size: int) -> Step:
         block_tables=tables,
         logit_rows=np.array([at for at, _, _ in wanted], np.int32),
         sampling=sampling_batch([row for _, _, row in wanted]),
+        carried=_carried(items, starts, before),
     )
     return Step(batch, tuple(row for _, row, _ in wanted), step_shape(items))
+
+
+def _carried(items: Sequence[BatchItem], starts: Int32, before: Any) -> Carried | None:
+    if before is None or all(item.carried < 0 for item in items):
+        return None
+    rows = np.full(starts[-1], -1, np.int32)
+    rows[starts[1:] - 1] = [item.carried for item in items]
+    return Carried(rows=rows, tokens=before)
 
 
 def step_shape(items: Sequence[BatchItem]) -> StepShape:

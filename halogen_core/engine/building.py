@@ -12,6 +12,7 @@ import attrs
 
 from halogen_core import __version__
 from halogen_core.engine.engine import Engine
+from halogen_core.engine.fitting import memory_request, refuse_early
 from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.mover import BackendMover
 from halogen_core.engine.options import EngineOptions
@@ -46,15 +47,10 @@ from halogen_core.spi import (
     KVCache,
     KVLayout,
     MemoryPlan,
-    MemoryRequest,
     PolicySpec,
 )
 
 Progress = Callable[[int, int], None]
-
-FULL_LENGTH_SEQUENCES = 8
-"""Without an exact size, the KV pool holds at most so many sequences of full context: the rest of
-the memory is worth more to others on the same machine."""
 
 
 def build_engine(
@@ -103,11 +99,12 @@ def assemble_engine(
     """An engine over an open backend and checkpoint; `policies` are those of plugins."""
     policies = policies or Policies()
     context = _context(options, backend, config)
+    layout = _kv_layout(options, backend, config)
+    refuse_early(options, backend, checkpoint, config, layout, context)
     began = time.perf_counter()
     decoder = Decoder.load(config, checkpoint, backend, progress=progress)
     load_s = time.perf_counter() - began
-    layout = _kv_layout(options, backend, config)
-    request = _memory_request(options, decoder, layout, context)
+    request = memory_request(options, config, layout, context, decoder.nbytes)
     division = one_memory.divide(backend, request, options.host_kv_bytes)
     plan = division.plan
     kv = backend.kv_alloc(layout, plan.num_blocks)
@@ -235,30 +232,6 @@ def _kv_layout(options: EngineOptions, backend: Backend[Any], config: DecoderCon
         block_size=options.block_size or own.kv_block_sizes[0],
     )
     return backend.kv_layout(spec)
-
-
-def _memory_request(
-    options: EngineOptions, decoder: Decoder[Any], layout: KVLayout, context: int
-) -> MemoryRequest:
-    blocks_per_sequence = -(-context // layout.spec.block_size)
-    return MemoryRequest(
-        static_bytes=decoder.nbytes,
-        temp_bytes=_workspace_bytes(options, decoder.config),
-        kv_layout=layout,
-        kv_bytes=options.kv_bytes,
-        kv_ratio=options.kv_ratio,
-        host_reserve=options.host_reserve,
-        min_blocks=blocks_per_sequence,
-        max_blocks=blocks_per_sequence * min(options.max_batch, FULL_LENGTH_SEQUENCES),
-    )
-
-
-def _workspace_bytes(options: EngineOptions, config: DecoderConfig) -> int:
-    """Float32 activations of the largest step: widest tensors of a layer, and logits."""
-    spec = config.layers[0].attention
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
-    return 4 * (options.max_batch_tokens * row + 3 * options.max_batch * config.vocab_size)
 
 
 def _scheduler_config(options: EngineOptions) -> SchedulerConfig:

@@ -12,7 +12,8 @@ from typing import Any
 
 import attrs
 
-from halogen_core.engine.batch import BatchItem, Row, Step, build_step
+from halogen_core.engine.batch import BatchItem, Row, build_step
+from halogen_core.engine.flight import Flight
 from halogen_core.engine.generation import Generation, check, generation_of, timings_of
 from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.measures import StepMeasures
@@ -30,7 +31,6 @@ from halogen_core.engine.snapshots import Snapshots
 from halogen_core.errors import ConfigError, HalogenError, RequestError
 from halogen_core.kv.block_pool import BlockPool
 from halogen_core.kv.salt import cache_salt
-from halogen_core.scheduler.plan import StepPlan
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence as KVSequence
 from halogen_core.spi import Adjustable, MemoryPlan
@@ -52,6 +52,8 @@ class Engine:
     plan: MemoryPlan
     load_s: float
     """Seconds that loading the weights took."""
+    run_ahead: bool = True
+    """Launch the next step while one runs, where the backend can."""
     clock: Callable[[], float] = time.monotonic
     _ids: itertools.count[int] = attrs.field(factory=itertools.count)
     _sequences: dict[str, KVSequence] = attrs.field(factory=dict)
@@ -59,14 +61,20 @@ class Engine:
     _steps: int = 0
     _wake: float | None = None
     _counters: dict[str, float] = attrs.field(factory=dict)
+    _flight: Flight | None = None
+    """The next step, launched already."""
+    _late: Exception | None = None
+    """What kept the next step from being launched; raised once this step's tokens are out."""
+    _gone: list[TokenOutput] = attrs.field(factory=list)
+    """Of sequences that the scheduler gave up."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or self._flight is not None
 
     def next_wake(self) -> float | None:
         """Seconds until the scheduler wants to be asked again; None: now."""
-        if self._wake is None:
+        if self._wake is None or self._flight is not None:
             return None
         return max(0.0, self._wake - self.clock())
 
@@ -92,27 +100,18 @@ class Engine:
             self._count("requests_cancelled", 1)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step and return what it brought."""
-        began = time.perf_counter()
-        plan = self.scheduler.schedule(self.clock())
-        planned = time.perf_counter()
-        self.measures.schedule.add(planned - began)
-        self._wake = plan.wait_until
-        if not plan.items:
-            return self._end_expired(plan)
-        if plan.copies:
-            self.runner.backend.kv_copy(self.runner.kv, plan.copies)
-        step = build_step([self._item(*item) for item in plan.items], self.blocks.block_size)
-        result = self.runner.step(step.batch, step.shape)
-        ran = time.perf_counter()
-        self._steps += 1
-        self._count("prompt_tokens", step.shape.prefill_tokens)
-        outputs = self._end_expired(plan) + self._take(plan, step, result)
-        device = self.measures.prefill if step.shape.prefill_tokens else self.measures.decode
-        device.add(ran - planned)
-        self.measures.results.add(time.perf_counter() - ran)
-        self.measures.tokens.add(plan.num_tokens)
-        return outputs
+        """Run one step and return what it brought; the next may be on its way by then."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            raise late
+        flight = self._flight or self._launch()
+        self._flight = None
+        outputs = []
+        if flight is not None:
+            self._flight = self._follow(flight)
+            outputs = self._take(flight)
+        gone, self._gone = self._gone, []
+        return gone + outputs
 
     def stats(self) -> EngineStats:
         """Counts and gauges now."""
@@ -146,6 +145,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the device."""
+        self._flight = None
         self.runner.close()
 
     def save_cache(self, path: str) -> int:
@@ -199,7 +199,9 @@ class Engine:
             payload=Generation(request, sampler, ends, now),
         )
 
-    def _item(self, sequence: KVSequence, count: int, samples: bool) -> BatchItem:
+    def _item(
+        self, sequence: KVSequence, count: int, samples: bool, carried: int = -1
+    ) -> BatchItem:
         generation = generation_of(sequence)
         if generation.started is None:
             generation.started = self.clock()
@@ -212,14 +214,62 @@ class Engine:
             sampler=generation.sampler,
             samples=samples,
             prompt_logprobs=sequence.num_prompt_tokens if wants else 0,
+            carried=carried,
         )
+
+    # -- one step
+
+    def _launch(self, before: Flight | None = None) -> Flight | None:
+        """Plan a step and give it to the device; None: there is nothing to do now."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule(self.clock())
+        self.measures.schedule.add(time.perf_counter() - began)
+        self._wake = plan.wait_until
+        self._gone += [self._fail(seq, error.code, error.message) for seq, error in plan.expired]
+        if not plan.items:
+            return None
+        if plan.copies:
+            self.runner.backend.kv_copy(self.runner.kv, plan.copies)
+        rows = before.rows() if before else {}
+        items = [self._item(*item, rows.get(item.seq, -1)) for item in plan.items]
+        tokens = before.launched.sampled.token_ids if before else None
+        step = build_step(items, self.blocks.block_size, tokens)
+        return Flight(plan, step, self.runner.launch(step.batch, step.shape))
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launch the step after `flight` before its tokens are known, if that can be done."""
+        if not (self.run_ahead and self.runner.runs_ahead and flight.can_be_followed):
+            return None
+        flight.assume(self.scheduler)
+        try:
+            return self._launch(flight)
+        except Exception as exc:
+            self._late = exc
+            return None
+
+    def _take(self, flight: Flight) -> list[TokenOutput]:
+        """Wait for a step and hand out its tokens."""
+        result = self.runner.wait(flight.launched)
+        ran = time.perf_counter()
+        shape = flight.step.shape
+        self._steps += 1
+        self._count("prompt_tokens", shape.prefill_tokens)
+        outputs = self._outputs(flight, result)
+        device = self.measures.prefill if shape.prefill_tokens else self.measures.decode
+        device.add(result.seconds)
+        self.measures.results.add(time.perf_counter() - ran)
+        self.measures.tokens.add(flight.plan.num_tokens)
+        return outputs
 
     # -- one step's results
 
-    def _take(self, plan: StepPlan, step: Step, result: StepResult) -> list[TokenOutput]:
-        picked: list[tuple[int, TokenLogprobs | None] | None] = [None] * len(plan.items)
-        for at, row in enumerate(step.rows):
-            sequence = plan.items[row.item].seq
+    def _outputs(self, flight: Flight, result: StepResult) -> list[TokenOutput]:
+        items = flight.plan.items
+        picked: list[tuple[int, TokenLogprobs | None] | None] = [None] * len(items)
+        for at, row in enumerate(flight.step.rows):
+            sequence = items[row.item].seq
+            if not self._is_open(sequence):
+                continue
             logprobs = logprobs_of(result, at, generation_of(sequence).request.num_logprobs)
             if row.is_prompt:
                 self._keep_prompt_logprob(sequence, row, logprobs)
@@ -227,15 +277,20 @@ class Engine:
                 picked[row.item] = (int(result.token_ids[at]), logprobs)
         vocab = range(self.info.vocab_size)
         sampled = [[pick[0]] if pick and pick[0] in vocab else [] for pick in picked]
-        self.scheduler.update(plan, sampled)
+        flight.settle(self.scheduler, sampled)
         self._count("generation_tokens", sum(map(len, sampled)))
         outputs = []
-        for item, pick, tokens in zip(plan.items, picked, sampled, strict=True):
+        for item, pick, tokens in zip(items, picked, sampled, strict=True):
             if pick and tokens:
                 outputs.append(self._output(item.seq, *pick))
             elif pick:
                 outputs.append(self._fail(item.seq, "HRT-3004", "the model's output is not finite"))
         return outputs
+
+    def _is_open(self, sequence: KVSequence) -> bool:
+        """Whether somebody still waits for its tokens; it may have ended after this launch."""
+        request_id = generation_of(sequence).request.request_id
+        return self._sequences.get(request_id) is sequence
 
     def _output(
         self, sequence: KVSequence, token: int, logprobs: TokenLogprobs | None
@@ -277,10 +332,6 @@ class Engine:
     def _fail(self, sequence: KVSequence, code: str, text: str) -> TokenOutput:
         self._end(sequence)
         return failed(generation_of(sequence).request, code, text)
-
-    def _end_expired(self, plan: StepPlan) -> list[TokenOutput]:
-        """Sequences the scheduler gave up (prefill timeouts), as error outputs."""
-        return [self._fail(seq, error.code, error.message) for seq, error in plan.expired]
 
     def _end(self, sequence: KVSequence) -> None:
         self.scheduler.finish(sequence)

@@ -66,3 +66,5 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts longer than this take the long lane (A14)."""
     long_lane_share: float = 0.5
     max_preemptions: int = 3
+    run_ahead: bool = True
+    """Launch the next step while one runs, where the backend can."""

@@ -120,6 +120,13 @@ class RowSampler:
         return self.grammar is not None and self.grammar.complete
 
     @property
+    def next_is_independent(self) -> bool:
+        """Whether the next row asks for the same, whatever token comes now."""
+        return (
+            self.history is None and self.grammar is None and self.num_generated >= self.min_tokens
+        )
+
+    @property
     def error(self) -> str:
         """Why the grammar cannot be followed any further; empty: it can."""
         return self.grammar.error if self.grammar is not None else ""

@@ -27,6 +27,7 @@ from halogen_core.spi.abilities import (
     CompilesKernels,
     KernelCounts,
     KernelPack,
+    RunsAhead,
     TakesKernels,
     Tunes,
 )
@@ -82,7 +83,7 @@ from halogen_core.spi.records import (
     StepShape,
     Telemetry,
 )
-from halogen_core.spi.step import Sampled, SamplingBatch, StepBatch, StepMeta
+from halogen_core.spi.step import Carried, Sampled, SamplingBatch, StepBatch, StepMeta
 
 if TYPE_CHECKING:
     from halogen_core.torch_backend import (
@@ -93,7 +94,7 @@ if TYPE_CHECKING:
         TorchOps,
     )
 
-SPI_VERSION = (1, 1)
+SPI_VERSION = (1, 2)
 """Major, minor. Minor adds; major changes or removes. `api.lock` holds the signatures."""
 
 _LAZY = dict.fromkeys(
@@ -129,6 +130,7 @@ __all__ = [
     "Checkpoint",
     "CompilesKernels",
     "ConfigError",
+    "Carried",
     "ConformanceExtras",
     "Cost",
     "DecoderConfig",
@@ -176,6 +178,7 @@ __all__ = [
     "SamplingBatch",
     "Severity",
     "SpiMismatch",
+    "RunsAhead",
     "StepBatch",
     "StepMeta",
     "StepShape",

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+from numpy.typing import NDArray
 
 from halogen_core.spi.operations import OpSignature, Support
+from halogen_core.spi.step import Sampled
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +57,23 @@ class Tunes(Protocol):
 
     def tune(self, rehearse: Callable[[], None], progress: Callable[[str], None]) -> str:
         """Measure every class of shape that `rehearse` meets; returns where it was saved."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A backend that queues a step and returns, so that the next is queued while it still runs.
+
+    Its `upload_step` and its captured steps take a batch whose tokens are `carried`: picked by the
+    step queued before, still on the device. Work runs in the order in which it was queued. What may
+    be tried again (`Transient`) is raised by the call that queues the step, never by the wait.
+    """
+
+    def fetch(self, sampled: Sampled[Any]) -> Callable[[], Sampled[NDArray[Any]]]:
+        """Queue the copy of a step's tokens to the host; the call returned waits and gives them.
+
+        `sampled` may be written over by the next step once this has returned.
+        """
         ...
 
 

@@ -15,6 +15,16 @@ from halogen_core.spi.arrays import Array, Float32, Int32, Int64
 
 
 @attrs.frozen(kw_only=True, eq=False)
+class Carried:
+    """Tokens of a step that only the device knows yet; for backends that run ahead."""
+
+    rows: Int32
+    """[T] the row of `tokens` that stands here; -1: `StepBatch.token_ids` holds the token."""
+    tokens: Any
+    """The `Sampled.token_ids` of the step before, on the device."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class StepBatch:
     """One step on the host side, flat, built by the core. int32 unless noted.
 
@@ -38,6 +48,8 @@ class StepBatch:
     """[R] rows of T whose logits are wanted, ascending."""
     sampling: SamplingBatch
     """Of the R rows."""
+    carried: Carried | None = None
+    """None: every token is known here. Only backends that run ahead ever get one."""
 
     @property
     def num_tokens(self) -> int:

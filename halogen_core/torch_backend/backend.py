@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.errors import ConfigError
+from halogen_core.errors import ConfigError, ModelError
 from halogen_core.spi.abilities import KernelPack
 from halogen_core.spi.backend import Capabilities, Replay
+from halogen_core.spi.conversions import Conversions
+from halogen_core.spi.float8 import FLOAT8, float8_rounding
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import (
     KV_ROW_BYTES,
@@ -45,7 +47,7 @@ from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
 from halogen_core.torch_backend.ops import TorchOps
 from halogen_core.torch_backend.packs import serve
 from halogen_core.torch_backend.signatures import refusals
-from halogen_core.torch_backend.step import upload_step
+from halogen_core.torch_backend.step import carry, upload_step
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -85,6 +87,7 @@ class TorchBackend:
             torch.set_num_threads(self.options.threads)
         self._cost = LinearCost()
         self._held_static = 0
+        self.conversions = Conversions()
         self._tables: WeakValueDictionary[tuple[int, int], weights.StoredRows] = (
             WeakValueDictionary()
         )
@@ -129,7 +132,7 @@ class TorchBackend:
         return Support(level=placement.level, reasons=placement.reasons)
 
     def placement(self) -> tuple[Placement, ...]:
-        return tuple(self._place(op) for op in OPS)
+        return self.conversions.told(self._place(op) for op in OPS)
 
     # -- memory
 
@@ -152,6 +155,8 @@ class TorchBackend:
 
     def upload_step(self, batch: StepBatch) -> StepMeta[Tensor]:
         return upload_step(batch, self.device)
+
+    carry = staticmethod(carry)
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -284,7 +289,24 @@ class TorchBackend:
             table = self._tables.get(_address(parts[0]))
             if table is not None:
                 return table.rows.view(dtype).view(parts[0].shape)
-        return weights.stack(parts, role, dtype, self.device)
+        stacked = weights.stack(parts, role, dtype, self.device)
+        for part in parts:
+            self._tell_rounding(part, dtype)
+        return stacked
+
+    def _tell_rounding(self, part: QuantTensor, dtype: torch.dtype) -> None:
+        """Keep account of 8-bit floats that became dense; raises `ModelError` out of range."""
+        if part.format not in FLOAT8:
+            return
+        name = _NAMES[dtype]
+        error = float8_rounding(part, name)
+        if not np.isfinite(error):
+            raise ModelError(
+                f"tensor `{part.name}` of format `{part.format}` has values out of {name}'s range",
+                code="HRT-2412",
+                fix="use --backend-option dtype=bf16 or dtype=f32",
+            )
+        self.conversions.add(part.format, name.upper(), error, "rounded once")
 
     def _table(self, part: QuantTensor) -> weights.StoredRows:
         found = self._tables.get(_address(part))

@@ -58,6 +58,12 @@ def upload_arrays(arrays: list[NDArray[Any]], device: torch.device) -> list[Tens
     ]
 
 
+def carry(token_ids: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Write `tokens[rows]` into `token_ids` [T] where a row is named; all int32 on the device."""
+    picked = tokens.index_select(0, rows.clamp(min=0))
+    token_ids.copy_(torch.where(rows < 0, token_ids, picked))
+
+
 def upload_step(batch: StepBatch, device: torch.device) -> TorchStepMeta:
     """The step's arrays on the device, in one transfer."""
     sampling = SamplingTensors.host_arrays(batch.sampling)
@@ -71,8 +77,11 @@ def upload_step(batch: StepBatch, device: torch.device) -> TorchStepMeta:
         batch.logit_rows,
         *sampling.values(),
     ]
-    tensors = upload_arrays(arrays, device)
+    carried = batch.carried
+    tensors = upload_arrays([*arrays, carried.rows] if carried else arrays, device)
     tokens, positions, slots, starts, lengths, tables, rows = tensors[:7]
+    if carried:
+        carry(tokens, tensors.pop(), carried.tokens)
     return TorchStepMeta(
         host=batch,
         token_ids=tokens,

@@ -18,14 +18,14 @@ def slow_engine(make_engine):
     def make(**changes):
         options = {"max_batch_tokens": 16, "max_context": 256, "prefill_timeout_ms": 60.0}
         engine = make_engine(**(options | changes))
-        step, shapes = engine.runner.step, []
+        launch, shapes = engine.runner.launch, []
 
         def slow(batch, shape):
             time.sleep(STEP_S)
             shapes.append(shape)
-            return step(batch, shape)
+            return launch(batch, shape)
 
-        engine.runner.step = slow
+        engine.runner.launch = slow
         return engine, shapes
 
     return make

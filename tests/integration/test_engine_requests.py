@@ -125,18 +125,18 @@ def test_an_abort_frees_everything_and_hurts_nobody(make_engine, at):
 
 def test_broken_output_fails_only_its_request(make_engine):
     engine = make_engine()
-    step = engine.runner.step
+    wait = engine.runner.wait
 
-    def poison(batch, shape):
-        result = step(batch, shape)
+    def poison(launched):
+        result = wait(launched)
         result.token_ids[0] = -1
         return result
 
     engine.submit(request("bad", [1, 2]))
     engine.submit(request("good", [3, 4]))
-    engine.runner.step = poison
+    engine.runner.wait = poison
     first = engine.step()
-    engine.runner.step = step
+    engine.runner.wait = wait
     rest = []
     while engine.has_work:
         rest += engine.step()

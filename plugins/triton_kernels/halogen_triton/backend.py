@@ -255,6 +255,9 @@ class TritonBackend(TorchBackend):
         once = {path: n // capture.RUNS for path, n in (calls - before).items()}
         return attrs.evolve(replay, replayed=lambda: calls.update(once))
 
+    def fetch(self, sampled: Sampled[Tensor]) -> Callable[[], Sampled[NDArray[Any]]]:
+        return capture.fetch(sampled)
+
     # -- advice and telemetry
 
     def limits(self) -> Limits:

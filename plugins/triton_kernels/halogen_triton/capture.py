@@ -1,9 +1,9 @@
 """Captured decode steps: one CUDA or HIP graph per bucket, inputs updated in place.
 
 All inputs of a bucket lie in one device buffer that one copy from pinned memory fills; then the
-host
-makes one launch for the whole step, sampling included. Rows that pad a batch to its bucket are one
-token long and live in the trash block.
+host makes one launch for the whole step, sampling included. Tokens that the step before picked are
+taken from the device, so that step may still run. Rows that pad a batch to its bucket are one token
+long and live in the trash block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.spi import Sampled, SamplingBatch, StepBatch, StepMeta
+from halogen_core.spi import Sampled, SamplingBatch, StepBatch, StepMeta, TorchBackend
 from halogen_triton.sampling import FIELDS, DrawTensors, is_plain
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -74,6 +74,7 @@ class StaticInputs:
             "query_start_loc": (np.int32, (rows + 1,)),
             "seq_lens": (np.int32, (rows,)),
             "logit_rows": (np.int32, (rows,)),
+            "carried": (np.int32, (rows,)),
             "block_tables": (np.int32, (rows, key.table_width)),
         }
         for name in FIELDS if key.samples else ():
@@ -112,6 +113,9 @@ class StaticInputs:
         host["token_ids"][n:], host["positions"][n:], host["seq_lens"][n:] = 0, 0, 1
         host["slot_mapping"][n:] = self._trash_slot
         host["block_tables"][n:, 0] = self._trash_block
+        host["carried"][:] = -1
+        if batch.carried is not None:
+            host["carried"][:n] = batch.carried.rows
         for name in FIELDS:
             if name in host:
                 host[name][:n] = getattr(batch.sampling, name)
@@ -119,12 +123,15 @@ class StaticInputs:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if batch.carried is not None:
+            device = self.device
+            TorchBackend.carry(device["token_ids"], device["carried"], batch.carried.tokens)
 
     def batch(self) -> StepBatch:
         """The padded batch on the host, as ops see it."""
         host, rows = self.host, len(self.host["token_ids"])
         return StepBatch(
-            **{name: host[name] for name in host if name not in FIELDS},
+            **{name: host[name] for name in host if name not in (*FIELDS, "carried")},
             sampling=_padded_sampling(host, rows),
         )
 
@@ -174,7 +181,7 @@ def static_meta(
     device = inputs.device
     draws = {name: device[name] for name in FIELDS if name in device}
     meta = upload(inputs.batch())
-    fixed = {name: tensor for name, tensor in device.items() if name not in FIELDS}
+    fixed = {name: device[name] for name in device if name not in (*FIELDS, "carried")}
     if draws:
         fixed["sampling"] = DrawTensors(draws)
     return attrs.evolve(meta, **fixed)
@@ -197,3 +204,27 @@ def capture(
     with torch.cuda.graph(graph, pool=pool):
         sampled = step(meta)
     return GraphReplay(inputs, graph, sampled.token_ids)
+
+
+def fetch(sampled: Sampled[Tensor]) -> Callable[[], Sampled[NDArray[Any]]]:
+    """Queue the copy of a step's results to the host; the call returned waits and gives them."""
+    pinned = sampled.token_ids.device.type not in ("cpu", "meta")
+
+    def copied(array: Tensor | None) -> Tensor | None:
+        if array is None:
+            return None
+        host = torch.empty_like(array, device="cpu", pin_memory=pinned)
+        return host.copy_(array, non_blocking=pinned)
+
+    host = {name: copied(value) for name, value in attrs.asdict(sampled, recurse=False).items()}
+    done = torch.cuda.Event() if pinned else None
+    if done is not None:
+        done.record()
+
+    def wait() -> Sampled[NDArray[Any]]:
+        if done is not None:
+            done.synchronize()
+        arrays = {n: None if array is None else array.numpy() for n, array in host.items()}
+        return Sampled(**arrays)
+
+    return wait

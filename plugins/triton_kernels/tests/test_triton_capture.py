@@ -6,12 +6,15 @@ The graph itself is a device matter (`benchmarks/gpu`); everything that feeds it
 import sys
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
+import torch
 
 from halogen_core.engine.batch import build_step
 from halogen_core.engine.protocol import SamplingParams
 from halogen_core.engine.sampler import RowSampler
+from halogen_core.spi import Carried
 from halogen_triton import capture
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +58,12 @@ def test_padded_static_inputs_give_the_eager_tokens(params):
     after = runner.kv.payload.data[:, :-1]
     changed = (before != after).flatten(2).any(-1).any(0)
     assert set(changed.nonzero().flatten().tolist()) <= {1, 3, 5}, "padding wrote outside trash"
+    # tokens that only the device knows yet give the same
+    known = torch.from_numpy(batch.token_ids[::-1].copy()).to(backend.device)
+    carried = Carried(rows=np.array([2, 1, 0], np.int32), tokens=known)
+    unknown = np.full(3, -1, np.int32)
+    inputs.fill(attrs.evolve(batch, token_ids=unknown, carried=carried))
+    assert runner._forward(meta).token_ids[:3].tolist() == eager.tolist()
     # a second batch through the same buffers leaves nothing of the first behind
     inputs.fill(decoding(runner, rows=4, params=params))
     inputs.fill(batch)
