@@ -1,6 +1,6 @@
 // Repacked GEMM. Quantised weights meet activations rounded to 8 bits per 32; float weights meet
 // floats. A row's result does not depend on how many rows are computed beside it.
-#include "vec.h"
+#include "dot.h"
 #include <math.h>
 
 // ---------------------------------------------------------------- activations
@@ -102,65 +102,6 @@ INLINE void put(const target *t, int64_t row, int64_t lane, vf v) {
 
 // ---------------------------------------------------------------- quantised tiles
 
-// sum of 4 products per lane, weights unsigned (or signed, 8 bits) times activations signed
-#if defined(HX_AVX512)
-INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
-}
-INLINE vi settle(vi acc) { return acc; }
-#define FLUSH(bits) 8
-#define DIRECT 1
-#elif defined(HX_AVX2)
-// 16-bit sums while they cannot overflow: 8, 4, 2 groups of 4-, 5-, 6-bit codes; 8 bits at once
-INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    __m256i xs = _mm256_set1_epi32(four), ws = (__m256i)w;
-    if (bits == 8) xs = _mm256_sign_epi8(xs, ws), ws = _mm256_abs_epi8(ws);
-    return (vi)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16(ws, xs));
-}
-INLINE vi settle(vi acc) { return (vi)_mm256_madd_epi16((__m256i)acc, _mm256_set1_epi16(1)); }
-#define DIRECT 0
-#define FLUSH(bits) ((bits) == 4 ? 8 : (bits) == 5 ? 4 : (bits) == 6 ? 2 : 1)
-#else
-INLINE vi dot(vi acc, vb w, const int8_t *x, int bits) {
-    for (int i = 0; i < VL; i++)
-        for (int j = 0; j < 4; j++)
-            acc[i] += (bits == 8 ? (int8_t)w[4 * i + j] : w[4 * i + j]) * x[j];
-    return acc;
-}
-INLINE vi settle(vi acc) { return acc; }
-#define FLUSH(bits) 8
-#define DIRECT 1
-#endif
-
-#if defined(HX_AVX512)
-#define SIGNED8 0 // 8-bit codes are made unsigned, 128 too high
-INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
-    uint64_t m;
-    memcpy(&m, masks + g * 8, 8);
-    return (vb)_mm512_mask_add_epi8((__m512i)w, m, (__m512i)w, _mm512_set1_epi8(16));
-}
-#else
-#define SIGNED8 1
-INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
-    uint32_t m;
-    memcpy(&m, masks + g * 8 + lane / 2, 4); // 4 bits per row
-#if defined(HX_AVX2)
-    const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i bit = _mm256_set1_epi64x(0x8040201008040201);
-    __m256i v = _mm256_shuffle_epi8(_mm256_set1_epi32(m), spread);
-    v = _mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit);
-    return w | (vb)_mm256_and_si256(v, _mm256_set1_epi8(16));
-#else
-    for (int i = 0; i < VL * 4; i++) w[i] |= (m >> i & 1) << 4;
-    return w;
-#endif
-}
-#endif
-
 INLINE int code_bits(int f) {
     return f == HX_Q8_0 ? 8 : f == HX_Q6_K ? 6 : f == HX_Q5_0 || f == HX_Q5_1 || f == HX_Q5_K ? 5 : 4;
 }
@@ -220,14 +161,14 @@ INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t 
         }
         const int last = part * 4 + 8 / parts;
         UNROLL(8) for (int g = part * 4; g < last; g += flush) {
-            vi run[PANEL];
-            EACH_ROW run[r] = DIRECT ? sum[r] : (vi){0};
+            partial run[PANEL];
+            EACH_ROW run[r] = begin(sum[r]);
             for (int i = g; i < g + flush; i++) {
                 if (i == last) break;
                 vb c = codes(f, w, i, lane);
-                EACH_ROW run[r] = dot(run[r], c, (const int8_t *)x + r * QK + 4 * i, bits);
+                EACH_ROW run[r] = dot(run[r], c, (const int8_t *)x + r * QK, i, bits);
             }
-            EACH_ROW sum[r] = DIRECT ? run[r] : sum[r] + settle(run[r]);
+            EACH_ROW sum[r] = settle(sum[r], run[r]);
         }
         vf scale, least = {0};
         if (f == HX_Q6_K) scale = super.scale * vf_i8(w + 384 + part * 16 + lane);
