@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -54,34 +55,42 @@ class Step:
 
 def build_step(items: Sequence[BatchItem], block_size: int, before: Any = None) -> Step:
     """The step that computes `items`, in order; `before`: the tokens that items carry over."""
+    counts = np.array([item.count for item in items], np.int32)
+    ends = np.array([item.end for item in items], np.int32)
     starts = np.zeros(len(items) + 1, np.int32)
-    np.cumsum([item.count for item in items], out=starts[1:])
-    total = int(starts[-1])
-    token_ids, positions = np.empty(total, np.int32), np.empty(total, np.int32)
-    slots = np.empty(total, np.int64)
-    width = max((len(item.block_table) for item in items), default=0)
-    tables = np.full((len(items), width), -1, np.int32)
-    for i, item in enumerate(items):
-        at = slice(starts[i], starts[i + 1])
-        table = tables[i, : len(item.block_table)]
-        table[:] = item.block_table
-        where = np.arange(item.start, item.end)
-        token_ids[at] = item.token_ids[item.start : item.end]
-        positions[at] = where
-        slots[at] = table[where // block_size].astype(np.int64) * block_size + where % block_size
+    np.cumsum(counts, out=starts[1:])
+    tables = _tables([item.block_table for item in items])
+    positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(ends - starts[1:], counts)
+    blocks = tables[np.repeat(np.arange(len(items)), counts), positions // block_size]
     wanted = [w for i, item in enumerate(items) for w in _rows(i, item, int(starts[i]))]
     batch = StepBatch(
-        token_ids=token_ids,
+        token_ids=_token_ids(items, int(starts[-1])),
         positions=positions,
-        slot_mapping=slots,
+        slot_mapping=blocks.astype(np.int64) * block_size + positions % block_size,
         query_start_loc=starts,
-        seq_lens=np.array([item.end for item in items], np.int32),
+        seq_lens=ends,
         block_tables=tables,
         logit_rows=np.array([at for at, _, _ in wanted], np.int32),
         sampling=sampling_batch([row for _, _, row in wanted]),
         carried=_carried(items, starts, before),
     )
     return Step(batch, tuple(row for _, row, _ in wanted), step_shape(items))
+
+
+def _token_ids(items: Sequence[BatchItem], total: int) -> Int32:
+    if total == len(items):
+        return np.array([item.token_ids[item.start] for item in items], np.int32)
+    texts = (item.token_ids[item.start : item.end] for item in items)
+    return np.fromiter(chain.from_iterable(texts), np.int32, count=total)
+
+
+def _tables(rows: Sequence[Sequence[int]]) -> Int32:
+    """[S, M] from block tables of any lengths."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tables = np.full((len(rows), lengths.max(initial=0)), -1, np.int32)
+    flat = np.fromiter(chain.from_iterable(rows), np.int32, count=int(lengths.sum()))
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = flat
+    return tables
 
 
 def _carried(items: Sequence[BatchItem], starts: Int32, before: Any) -> Carried | None:
