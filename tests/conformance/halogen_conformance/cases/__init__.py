@@ -10,6 +10,7 @@ TOPICS = (
     "arrays",
     "memory",
     "model",
+    "ahead",
     "serving",
     "honesty",
 )

@@ -136,6 +136,27 @@ def claims_graphs_it_has_not(backend):
     backend.capabilities = lambda: attrs.evolve(right(), graph_capture=True)
 
 
+@mutant("L3/ahead/carried")
+def carries_tokens_in_order(backend):
+    """Steps run ahead, and carried tokens are taken in order, whatever their rows say"""
+    import numpy as np
+
+    from halogen_core.spi import Sampled
+
+    right = backend.upload_step
+
+    def upload_step(batch):
+        if batch.carried is not None:
+            rows = np.arange(batch.num_tokens, dtype=np.int32)
+            batch = attrs.evolve(batch, carried=attrs.evolve(batch.carried, rows=rows))
+        return right(batch)
+
+    def fetch(sampled):
+        return lambda: Sampled(token_ids=backend.download(sampled.token_ids))
+
+    backend.upload_step, backend.fetch = upload_step, fetch
+
+
 @mutant("L3/cached/moved")
 def moved_blocks_lose_precision(backend):
     """Exported blocks pass through float16"""
