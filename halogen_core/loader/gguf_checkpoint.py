@@ -72,6 +72,11 @@ class GGUFCheckpoint:
     def names(self) -> Collection[str]:
         return self._table.keys()
 
+    def stored(self, name: str) -> list[tuple[str, int]]:
+        """Format and bytes in the file, from headers alone."""
+        _, entry = self._table[name]
+        return [(entry.format, entry.nbytes)]
+
     def tensor(self, name: str) -> QuantTensor:
         try:
             file, entry = self._table[name]

@@ -94,6 +94,12 @@ class HFCheckpoint:
         lead = (len(source.packed),) if source.stacked else ()
         return (*lead, *source.packed[0].shape)
 
+    def stored(self, name: str) -> list[tuple[str, int]]:
+        """Type and bytes of each stored tensor that `name` is made of, from headers alone."""
+        source = self._sources.get(name)
+        entries = [] if source is None else [file.tensors[key] for file, key in source.parts]
+        return [(entry.dtype, entry.nbytes) for entry in entries]
+
     def tensor(self, name: str) -> QuantTensor:
         if name == "rope_freqs.weight" and self.config.rope_freqs is not None:
             freqs = self.config.rope_freqs

@@ -21,7 +21,7 @@ def host_tier(root: str = "/") -> MemoryTier:
         free = min(free, limit - (used or 0))
         source += "; cgroup memory.max"
     return MemoryTier(
-        name="device",
+        name="host",
         total=total,
         free=max(0, free),
         reclaimable=info.get("Cached", 0),
