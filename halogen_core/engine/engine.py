@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +11,16 @@ from typing import Any
 
 import attrs
 
-from halogen_core.engine.batch import BatchItem, Row, build_step
+from halogen_core.engine.batch import Row, build_step
 from halogen_core.engine.flight import Flight
-from halogen_core.engine.generation import Generation, check, generation_of, timings_of
+from halogen_core.engine.generation import (
+    Generation,
+    check,
+    generation_of,
+    item_of,
+    sequence_of,
+    timings_of,
+)
 from halogen_core.engine.grammar import Grammars
 from halogen_core.engine.measures import StepMeasures
 from halogen_core.engine.outputs import failed, logprobs_of, prompt_logprobs, refused
@@ -26,11 +32,9 @@ from halogen_core.engine.protocol import (
     TokenOutput,
 )
 from halogen_core.engine.runner import Runner, StepResult
-from halogen_core.engine.sampler import RowSampler
 from halogen_core.engine.snapshots import Snapshots
 from halogen_core.errors import ConfigError, HalogenError, RequestError
 from halogen_core.kv.block_pool import BlockPool
-from halogen_core.kv.salt import cache_salt
 from halogen_core.scheduler.scheduler import Scheduler
 from halogen_core.scheduler.sequence import Sequence as KVSequence
 from halogen_core.spi import Adjustable, MemoryPlan
@@ -85,7 +89,14 @@ class Engine:
             check(request, self.info)
             if request.request_id in self._sequences:
                 raise RequestError(f"request id `{request.request_id}` is in use", code="HRT-4002")
-            sequence = self._sequence(request, now)
+            sequence = sequence_of(
+                request,
+                next(self._ids),
+                grammar=self.grammars.start(request.grammar) if request.grammar else None,
+                end_token_ids=self.end_token_ids,
+                context_length=self.info.context_length,
+                now=now,
+            )
             self.scheduler.add(sequence)
         except HalogenError as exc:
             return [refused(request, exc)]
@@ -170,53 +181,6 @@ class Engine:
             backend.adjust(key, value)
         return dict(backend.adjustable())
 
-    # -- one request
-
-    def _sequence(self, request: GenerateRequest, now: float) -> KVSequence:
-        ends = frozenset(() if request.ignore_eos else self.end_token_ids)
-        ends |= frozenset(request.stop_token_ids)
-        sampler = RowSampler.start(
-            request.sampling,
-            request.prompt_token_ids,
-            seed=secrets.randbits(64),
-            end_token_ids=ends,
-            min_tokens=request.min_tokens,
-            num_logprobs=request.num_logprobs,
-            grammar=self.grammars.start(request.grammar) if request.grammar else None,
-        )
-        prompt = list(request.prompt_token_ids)
-        return KVSequence(
-            seq_id=next(self._ids),
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            max_new_tokens=min(request.max_tokens, self.info.context_length - len(prompt)),
-            salt=cache_salt(tenant=request.cache_salt),
-            priority=request.priority,
-            session=request.session,
-            arrival=now,
-            # log-probabilities of the prompt need its logits, which cached blocks do not have
-            use_prefix_cache=request.use_prefix_cache and not request.prompt_logprobs,
-            payload=Generation(request, sampler, ends, now),
-        )
-
-    def _item(
-        self, sequence: KVSequence, count: int, samples: bool, carried: int = -1
-    ) -> BatchItem:
-        generation = generation_of(sequence)
-        if generation.started is None:
-            generation.started = self.clock()
-        wants = generation.request.prompt_logprobs and not generation.reported
-        return BatchItem(
-            token_ids=sequence.token_ids,
-            start=sequence.num_computed_tokens,
-            count=count,
-            block_table=sequence.block_table,
-            sampler=generation.sampler,
-            samples=samples,
-            prompt_logprobs=sequence.num_prompt_tokens if wants else 0,
-            carried=carried,
-        )
-
     # -- one step
 
     def _launch(self, before: Flight | None = None) -> Flight | None:
@@ -231,7 +195,8 @@ class Engine:
         if plan.copies:
             self.runner.backend.kv_copy(self.runner.kv, plan.copies)
         rows = before.rows() if before else {}
-        items = [self._item(*item, rows.get(item.seq, -1)) for item in plan.items]
+        now = self.clock()
+        items = [item_of(*item, rows.get(item.seq, -1), now) for item in plan.items]
         tokens = before.launched.sampled.token_ids if before else None
         step = build_step(items, self.blocks.block_size, tokens)
         return Flight(plan, step, self.runner.launch(step.batch, step.shape))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+
 import attrs
 
+from halogen_core.engine.batch import BatchItem
+from halogen_core.engine.grammar import AnswerGrammar
 from halogen_core.engine.protocol import EngineInfo, GenerateRequest, Timings, TokenLogprobs
 from halogen_core.engine.sampler import RowSampler
 from halogen_core.errors import RequestError
+from halogen_core.kv.salt import cache_salt
 from halogen_core.scheduler.sequence import Sequence as KVSequence
 
 
@@ -44,6 +49,61 @@ def check(request: GenerateRequest, info: EngineInfo) -> None:
             param="prompt",
             code="HRT-4005",
         )
+
+
+def sequence_of(
+    request: GenerateRequest,
+    seq_id: int,
+    *,
+    grammar: AnswerGrammar | None,
+    end_token_ids: tuple[int, ...],
+    context_length: int,
+    now: float,
+) -> KVSequence:
+    """The sequence of a checked request; `end_token_ids` are the model's."""
+    ends = frozenset(() if request.ignore_eos else end_token_ids)
+    ends |= frozenset(request.stop_token_ids)
+    sampler = RowSampler.start(
+        request.sampling,
+        request.prompt_token_ids,
+        seed=secrets.randbits(64),
+        end_token_ids=ends,
+        min_tokens=request.min_tokens,
+        num_logprobs=request.num_logprobs,
+        grammar=grammar,
+    )
+    prompt = list(request.prompt_token_ids)
+    return KVSequence(
+        seq_id=seq_id,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        max_new_tokens=min(request.max_tokens, context_length - len(prompt)),
+        salt=cache_salt(tenant=request.cache_salt),
+        priority=request.priority,
+        session=request.session,
+        arrival=now,
+        # log-probabilities of the prompt need its logits, which cached blocks do not have
+        use_prefix_cache=request.use_prefix_cache and not request.prompt_logprobs,
+        payload=Generation(request, sampler, ends, now),
+    )
+
+
+def item_of(sequence: KVSequence, count: int, samples: bool, carried: int, now: float) -> BatchItem:
+    """A sequence's share of a step that is launched now."""
+    generation = generation_of(sequence)
+    if generation.started is None:
+        generation.started = now
+    wants = generation.request.prompt_logprobs and not generation.reported
+    return BatchItem(
+        token_ids=sequence.token_ids,
+        start=sequence.num_computed_tokens,
+        count=count,
+        block_table=sequence.block_table,
+        sampler=generation.sampler,
+        samples=samples,
+        prompt_logprobs=sequence.num_prompt_tokens if wants else 0,
+        carried=carried,
+    )
 
 
 def generation_of(sequence: KVSequence) -> Generation:
