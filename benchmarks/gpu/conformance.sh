@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Certify the cuda backend on this machine and leave report and log below $OUT.
+# Certify the cuda backend on this machine and leave report, log and the small record below $OUT.
 #
 #     benchmarks/gpu/wheels.sh                 # once, where there is a network
 #     OUT=out benchmarks/gpu/conformance.sh    # on the GPU machine, with .whl beside the repository
 #
-# LEVEL (5), LIMIT seconds (280), PATIENCE (2: compiling counts as time) and DTYPE (f16) may be set. L1 opens the backend
-# in f32, f16 and bf16 whatever DTYPE is; the whole models of L3 hold one mixture of experts whose routing has a tie in
-# bf16 (plain torch in bf16 fails it too). Compiled kernels stay in /tmp/triton-cache, so a run that met its limit goes
-# further when it is started again.
+# LEVEL (5), JOBS (14), LIMIT seconds (280), PATIENCE (2: compiling counts as time) and DTYPE (f16) may be set. L1 opens the
+# backend in f32, f16 and bf16 whatever DTYPE is; the whole models of L3 hold one mixture of experts whose routing has a
+# tie in bf16 (plain torch in bf16 fails it too). A run that meets LIMIT still writes its report, in which the rest is
+# NOT_RUN; RESUME=1 goes on with it, and compiled kernels stay in TRITON_CACHE_DIR (/tmp/triton-cache). KEEP_KERNELS=1
+# packs them into $OUT, to be unpacked there on a fresh machine of the same kind.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-out}
@@ -41,10 +42,14 @@ PY
     echo "run benchmarks/gpu/wheels.sh first and carry .whl along"
     exit $found
   fi
-  timeout "${LIMIT:-280}" python3 -m halogen_core.cli conform --backend cuda --level "${LEVEL:-5}" \
-    --backend-option "dtype=${DTYPE:-f16}" --patience "${PATIENCE:-2}" --out "$OUT/conformance-cuda"
+  # SIGTERM makes it write its report; it has half a minute for that
+  timeout -k 30 "${LIMIT:-280}" python3 -m halogen_core.cli conform --backend cuda --level "${LEVEL:-5}" \
+    --jobs "${JOBS:-14}" ${RESUME:+--resume} --backend-option "dtype=${DTYPE:-f16}" --patience "${PATIENCE:-2}" \
+    --out "$OUT/conformance-cuda"
   status=$?
-  [ $status -eq 124 ] && echo "stopped after ${LIMIT:-280} s: start it again, compiled kernels were kept"
+  [ $status -eq 124 ] && echo "stopped after ${LIMIT:-280} s: RESUME=1 goes on, compiled kernels were kept"
+  python3 benchmarks/gpu/conformance_summary.py "$OUT/conformance-cuda" "$OUT"
+  [ -n "${KEEP_KERNELS:-}" ] && tar -czf "$OUT/triton-cache.tgz" -C "$TRITON_CACHE_DIR" .
   echo "exit status $status"
   exit $status
 } 2>&1 | tee "$OUT/conformance-cuda.log"

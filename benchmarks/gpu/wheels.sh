@@ -10,7 +10,8 @@ mkdir -p .whl
 "$PIP" download -q --dest .whl --python-version 3.12 --only-binary=:all: \
   --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 --platform any \
   attrs click fastapi gguf huggingface-hub importlib-metadata jinja2 msgspec packaging pluggy prometheus-client \
-  psutil pyyaml rich safetensors tokenizers uvicorn httpx jsonschema pytest pytest-asyncio
+  psutil pyyaml rich safetensors tokenizers uvicorn httpx jsonschema llguidance hypothesis pytest pytest-asyncio pytest-timeout \
+  pytest-xdist
 # the machine's own numpy belongs to its torch
 rm -f .whl/numpy-*.whl
 du -sh .whl

@@ -42,6 +42,14 @@ def _with_target(function: Any) -> Any:
 @click.option("--only", multiple=True, metavar="PATTERN", help="cases to run; certifies nothing")
 @click.option("--waivers", type=click.Path(path_type=Path), help="TOML file of waivers")
 @click.option("--patience", type=float, default=1.0, help="multiplies all timeouts")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="processes that run cases beside each other; those that need the machine follow alone",
+)
+@click.option("--resume", is_flag=True, help="go on with the run in --out that was cut")
 @_with_target
 @click.pass_context
 def command(ctx: click.Context, /, **chosen: Any) -> None:

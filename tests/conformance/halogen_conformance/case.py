@@ -74,6 +74,12 @@ class Case:
     timeout_s: float = 60.0
     device: bool = True
     """Needs the backend opened; L0 cases do not."""
+    alone: bool = attrs.field()
+    """Nothing else of the suite may run meanwhile: it measures time or the machine's memory."""
+
+    @alone.default
+    def _alone_by_level(self) -> bool:
+        return self.id[1] in "045"
 
     @property
     def level(self) -> int:
@@ -111,7 +117,7 @@ class Result:
     facts: Mapping[str, Any] = attrs.field(factory=dict)
     """Other numbers worth reporting: slopes, bandwidths."""
     output: str = ""
-    """What the backend printed, at its worst moments only."""
+    """What the backend printed or where it raised, at its worst moments only."""
 
     @property
     def worst(self) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -14,11 +17,15 @@ from halogen_conformance.catalogue import suite_cases
 from halogen_conformance.certify import Request, certify
 from halogen_conformance.execute import execute
 from halogen_conformance.folder import differences, objections, read_report, write_folder
+from halogen_conformance.journal import Journal
 from halogen_conformance.report import badge, report_of
 from halogen_conformance.target import Target, find, inspect_plugins
 from halogen_conformance.waivers import read_waivers
 from halogen_conformance.worker import Benches, extras_of
 from halogen_core.errors import ConfigError
+
+INTERRUPTED = 130
+"""Exit status by convention: 128 and the number of SIGINT."""
 
 
 def run(
@@ -32,8 +39,15 @@ def run(
     device: str | None,
     threads: int | None,
     options: Sequence[str],
+    jobs: int = 1,
+    resume: bool = False,
 ) -> int:
-    """Certify and report; 0 only if the level is certified and the run was whole."""
+    """Certify and report; 0 only if the level is certified and the run was whole.
+
+    130 when it was interrupted (SIGINT, SIGTERM); the report holds what there is.
+    """
+    if resume and out is None:
+        raise ConfigError("--resume needs --out, the folder of the run that was cut")
     request = Request(
         backend=backend,
         level=level,
@@ -43,6 +57,7 @@ def run(
         only=only,
         waivers=read_waivers(waivers) if waivers else (),
         patience=patience,
+        jobs=jobs,
     )
     counts: Counter[str] = Counter()
 
@@ -51,17 +66,38 @@ def run(
         if result.status in BAD:
             click.secho(f"{result.status} {result.id}: {result.reason[:300]}", fg="red")
 
-    report = report_of(certify(request, progress))
-    if out is not None:
+    journal = Journal(out, resume=resume) if out is not None else None
+    with _ended_like_interrupted():
+        outcome = certify(request, progress, journal)
+    report = report_of(outcome)
+    if out is not None and journal is not None:
         write_folder(out, report)
+        if not outcome.interrupted:
+            journal.end()
         click.echo(f"report: {out / 'report.html'}")
     click.echo(", ".join(f"{n} {status}" for status, n in counts.items()) or "no case ran")
     click.echo(f"{badge(report)['message']} in {report['seconds']:.0f} s")
     for line in report["troubles"]:
         click.secho(f"trouble: {line}", fg="yellow")
+    if outcome.interrupted:
+        return INTERRUPTED
     if only:
         return int(not counts or any(counts[s] for s in BAD))
     return int(report["level_certified"] < level)
+
+
+@contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """SIGTERM, which `timeout` sends, ends workers and writes the report as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str]:

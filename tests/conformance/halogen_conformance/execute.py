@@ -26,6 +26,7 @@ def execute(bench: Bench) -> Result:
     case = bench.case
     began = time.perf_counter()
     support: Support | None = None
+    output = ""
     try:
         support = _ask(bench)
         _run(bench, support)
@@ -38,10 +39,12 @@ def execute(bench: Bench) -> Result:
         status, reason = Status.FAIL, str(exc)
     except HalogenError as exc:
         status, reason = Status.FAIL, f"{type(exc).__name__}: {exc}"
+        output = traceback.format_exc()
     except Exception as exc:
         where = traceback.extract_tb(exc.__traceback__)[-1]
         place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
         status, reason = Status.FAIL, f"{type(exc).__name__} at {place}: {exc}"
+        output = traceback.format_exc()
     return Result(
         id=case.id,
         status=status,
@@ -50,6 +53,7 @@ def execute(bench: Bench) -> Result:
         level=str(support.level) if support else "",
         measurements=tuple(bench.measurements),
         facts=dict(bench.facts),
+        output=output[-3000:],
     )
 
 

@@ -56,8 +56,18 @@ def _head(report: dict[str, Any]) -> str:
         f"<h1>{escape(report['backend'])}</h1><p class='big {kind}'>{escape(text)}"
         f" (asked for L{asked})</p>{note}<p>{escape(report['plugin']['distribution'])} "
         f"{escape(report['plugin']['version'])}, suite {report['suite']['version']}, "
-        f"{report['began']}, {report['seconds']:.0f} s</p>"
+        f"{report['began']}, {_course(report)}</p>"
     )
+
+
+def _course(report: dict[str, Any]) -> str:
+    """How the run went: time, company, starts."""
+    text = f"{report['seconds']:.0f} s"
+    if (jobs := report.get("jobs", 1)) > 1:
+        text += f", {jobs} jobs"
+    if resumed := report.get("resumed", 0):
+        text += f", {resumed} results of an earlier start"
+    return text
 
 
 def _summary(report: dict[str, Any]) -> str:

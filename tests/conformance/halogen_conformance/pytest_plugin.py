@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--level", type=int, default=3, help="highest level to run (default 3)")
     group.addoption("--conform-out", help="folder for the conformance report")
     group.addoption("--conform-only", action="append", default=[], help="pattern of case ids")
+    group.addoption("--conform-jobs", type=int, default=1, help="cases beside each other")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -60,8 +61,11 @@ def conformance_results(request: pytest.FixtureRequest) -> dict[str, Any]:
             backend=option("--backend"),
             level=option("--level"),
             only=tuple(option("--conform-only")),
+            jobs=option("--conform-jobs"),
         )
     )
     if option("--conform-out"):
         write_folder(Path(option("--conform-out")), report_of(outcome))
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     return {result.id: result for result in outcome.results}

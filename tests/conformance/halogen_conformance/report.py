@@ -40,6 +40,8 @@ def report_of(outcome: Outcome) -> dict[str, Any]:
         "command": sys.argv,
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(outcome.began)),
         "seconds": round(outcome.seconds, 2),
+        "jobs": outcome.request.jobs,
+        "resumed": outcome.resumed,
         "versions": {
             "halogen-core": _version("halogen-core"),
             "spi": ".".join(map(str, SPI_VERSION)),

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from halogen_conformance.case import Measurement, Result, Status
+from halogen_conformance.process import CLOSE, Process
+from halogen_conformance.shares import Shares
 from halogen_conformance.target import Target, exit_text
 
 START_S = 180.0
@@ -37,127 +35,142 @@ class Told:
     """Closing that failed or hung, output at crashes."""
 
 
-@attrs.define(kw_only=True)
-class _Run:
-    """One worker process and what it still has to do."""
-
-    process: subprocess.Popen[str]
-    pipe: int
-    log: Path
-    pending: list[str]
-    current: str = ""
-    since: float = attrs.field(factory=time.monotonic)
-    buffer: bytes = b""
-
-
 def run_cases(
     target: Target,
     ids: Sequence[str],
     told: Told,
     report: Callable[[Result], None],
     *,
-    timeouts: dict[str, float],
+    timeouts: Mapping[str, float],
     patience: float = 1.0,
+    jobs: int = 1,
 ) -> None:
-    """Run `ids` in order, each reported once; `patience` multiplies all timeouts."""
-    pending, crashes = list(ids), 0
+    """Run `ids`, each reported once, in order where `jobs` is 1; `patience` multiplies timeouts."""
     with tempfile.TemporaryDirectory(prefix="halogen-conform-") as folder:
-        while pending:
-            if crashes >= CRASHES_IN_A_ROW:
-                for case_id in pending:
-                    reason = f"the process crashed or hung {crashes} times in a row"
-                    report(Result(id=case_id, status=Status.NOT_RUN, reason=reason))
-                return
-            run = _start(target, pending, Path(folder) / "output")
-            done = _watch(run, told, report, timeouts, patience)
-            crashes = crashes + 1 if done == 0 else 1
-            pending = run.pending
-            if not pending:
-                return
-
-
-def _start(target: Target, ids: Sequence[str], log: Path) -> _Run:
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", "halogen_conformance.worker", str(writer), target.to_json()]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            pass_fds=(writer,),
-            start_new_session=True,
-            text=True,
-            # waiting threads that spin make tiny ops slow on a busy machine
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+        run = _Run(
+            target=target,
+            shares=Shares(ids, min(jobs, len(ids))),
+            told=told,
+            report=report,
+            timeouts=timeouts,
+            patience=patience,
+            folder=Path(folder),
         )
-    os.close(writer)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write("\n".join(ids))
-        process.stdin.close()
-    return _Run(process=process, pipe=reader, log=log, pending=list(ids))
+        run.all(min(jobs, len(ids)))
 
 
-def _watch(
-    run: _Run,
-    told: Told,
-    report: Callable[[Result], None],
-    timeouts: dict[str, float],
-    patience: float,
-) -> int:
-    """Follow one worker to its end; how many results it gave before something happened."""
-    given = 0
+@attrs.define(kw_only=True)
+class _Run:
+    """Workers beside each other, and what they have left to do."""
 
-    def reported(result: Result) -> None:
-        nonlocal given
-        given += 1
-        report(result)
+    target: Target
+    shares: Shares
+    told: Told
+    report: Callable[[Result], None]
+    timeouts: Mapping[str, float]
+    patience: float
+    folder: Path
+    threads: int | None = None
+    """Of each worker; None: as many as the machine has."""
+    crashes: Counter[str] = attrs.field(factory=Counter)
+    """In a row, by level."""
+    workers: dict[int, Process] = attrs.field(factory=dict)
 
-    try:
-        while True:
-            limit = CLOSE_S if run.current == "close" else timeouts.get(run.current, START_S)
-            if _read(run):
-                while b"\n" in run.buffer:
-                    line, _, run.buffer = run.buffer.partition(b"\n")
-                    _take(run, json.loads(line), told, reported)
-            elif run.process.poll() is not None:
-                _ended(run, told, report)
-                return given
-            elif time.monotonic() - run.since > limit * patience:
-                _hung(run, limit * patience, told, report)
-                return given
-    finally:
-        _kill(run)
-        os.close(run.pipe)
+    def all(self, workers: int) -> None:
+        """Run everything; whatever happens, no process stays."""
+        if workers > 1:
+            self.threads = max(1, (os.cpu_count() or 1) // workers)
+            self.target = self.target.with_threads(self.threads)
+        try:
+            for number in range(workers):
+                self._start(number)
+            while self.workers:
+                self._turn()
+        finally:
+            for process in self.workers.values():
+                process.end()
+
+    def _start(self, number: int) -> None:
+        """A new process for worker `number`, if there is anything left to do."""
+        if (case_id := self.shares.take(number)) is not None:
+            log = self.folder / f"output-{number}"
+            self.workers[number] = process = Process.start(self.target, log, self.threads)
+            process.give(case_id)
+
+    def _turn(self) -> None:
+        """Hear who speaks; look after who does not."""
+        gone = {n for n, process in self.workers.items() if process.popen.poll() is not None}
+        pipes = [process.answers for process in self.workers.values()]
+        ready, _, _ = select.select(pipes, [], [], 0.2)
+        for number, process in list(self.workers.items()):
+            heard = process.hear() if process.answers in ready else None
+            if heard is not None:
+                for message in heard:
+                    self._take(number, process, message)
+            elif number in gone or (process.popen.poll() is not None and process.answers in ready):
+                self._ended(process)
+                self._replace(number, process)
+            elif time.monotonic() - process.since > self._limit(process):
+                self._hung(process)
+                self._replace(number, process)
+
+    def _limit(self, process: Process) -> float:
+        """Seconds that it may be silent."""
+        usual = self.timeouts.get(process.case_id, CLOSE_S) if process.began else START_S
+        return usual * self.patience
+
+    def _take(self, number: int, process: Process, message: dict[str, Any]) -> None:
+        if "result" in message:
+            result = result_from(message["result"])
+            self.crashes[result.id[1]] = 0
+            process.give(self.shares.take(number) or CLOSE)
+            self.report(result)
+        elif "opened" in message:
+            if not any(_alike(message["opened"], other) for other in self.told.opened):
+                self.told.opened.append(message["opened"])
+        elif "extras" in message:
+            self.told.extras = message["extras"]
+        elif message.get("closed"):
+            self.told.troubles.append(f"closing the backend failed: {message['closed']}")
+
+    def _replace(self, number: int, process: Process) -> None:
+        process.end()
+        del self.workers[number]
+        self._start(number)
+
+    def _ended(self, process: Process) -> None:
+        words = f"process ended with {exit_text(process.popen.returncode)}"
+        if process.case_id == CLOSE:
+            if process.popen.returncode != 0:
+                self.told.troubles.append(f"the {words} while closing")
+        elif process.began:
+            self._blame(process, Status.CRASH, words)
+        else:
+            self.told.troubles.append(f"{words} outside of a case: {process.output()[-500:]}")
+            self._blame(process, Status.CRASH, f"{words} before the case began")
+
+    def _hung(self, process: Process) -> None:
+        process.dump_stacks()
+        words = f"no answer within {self._limit(process):.0f} s"
+        if process.case_id == CLOSE:
+            self.told.troubles.append(f"closing the backend: {words}")
+        else:
+            self._blame(process, Status.TIMEOUT, words)
+
+    def _blame(self, process: Process, status: Status, words: str) -> None:
+        case_id, output = process.case_id, process.output()
+        self.report(Result(id=case_id, status=status, reason=words, output=output))
+        level = case_id[1]
+        self.crashes[level] += 1
+        if self.crashes[level] >= CRASHES_IN_A_ROW:
+            reason = f"the process crashed or hung {self.crashes[level]} times in a row"
+            for left in self.shares.drop(level):
+                self.report(Result(id=left, status=Status.NOT_RUN, reason=reason))
 
 
-def _read(run: _Run) -> bool:
-    """Wait a little for more from the worker; False: nothing came."""
-    ready, _, _ = select.select([run.pipe], [], [], 0.2)
-    if not ready:
-        return False
-    chunk = os.read(run.pipe, 1 << 16)
-    run.buffer += chunk
-    if not chunk:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.process.wait(timeout=0.2)
-    return bool(chunk)
-
-
-def _take(run: _Run, message: dict[str, Any], told: Told, report: Callable[[Result], None]) -> None:
-    if "start" in message:
-        run.current, run.since = message["start"], time.monotonic()
-    elif "result" in message:
-        run.pending.remove(message["result"]["id"])
-        run.current = ""
-        report(result_from(message["result"]))
-    elif "opened" in message:
-        told.opened.append(message["opened"])
-    elif "extras" in message:
-        told.extras = message["extras"]
-    elif message.get("closed"):
-        told.troubles.append(f"closing the backend failed: {message['closed']}")
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two opened backends claim the same; free memory differs from worker to worker."""
+    return all(one[part] == other[part] for part in ("capabilities", "placement"))
 
 
 def result_from(data: dict[str, Any]) -> Result:
@@ -166,45 +179,3 @@ def result_from(data: dict[str, Any]) -> Result:
     measured = [{k: v for k, v in m.items() if k != "ratio"} for m in fields["measurements"]]
     fields["measurements"] = tuple(Measurement(**m) for m in measured)
     return Result(**{**fields, "status": Status(fields["status"])})
-
-
-def _ended(run: _Run, told: Told, report: Callable[[Result], None]) -> None:
-    """The process is gone; whose fault was it?"""
-    code = run.process.returncode
-    if run.current == "close" and code != 0:
-        told.troubles.append(f"the process ended with {exit_text(code)} while closing")
-    if not run.pending:
-        return
-    words = f"process ended with {exit_text(code)}"
-    if run.current in run.pending:
-        _blame(run, Status.CRASH, words, report)
-    else:
-        told.troubles.append(f"{words} outside of a case: {_tail(run.log)[-500:]}")
-        run.current = run.pending[0]
-        _blame(run, Status.CRASH, f"{words} before the case began", report)
-
-
-def _hung(run: _Run, limit: float, told: Told, report: Callable[[Result], None]) -> None:
-    words = f"no answer within {limit:.0f} s"
-    if run.current == "close":
-        told.troubles.append(f"closing the backend: {words}")
-        return
-    run.current = run.current or run.pending[0]
-    _blame(run, Status.TIMEOUT, words, report)
-
-
-def _blame(run: _Run, status: Status, words: str, report: Callable[[Result], None]) -> None:
-    run.pending.remove(run.current)
-    output = _tail(run.log)
-    report(Result(id=run.current, status=status, reason=words, output=output))
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-3000:]
-
-
-def _kill(run: _Run) -> None:
-    """End what the worker started and did not end."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(run.process.pid, signal.SIGKILL)
-    run.process.wait()

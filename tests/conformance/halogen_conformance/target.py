@@ -59,6 +59,10 @@ class Target:
     def from_json(cls, text: str) -> Target:
         return cls(**json.loads(text))
 
+    def with_threads(self, threads: int) -> Target:
+        """The same with a share of the CPU's threads, where the user asked for no number."""
+        return self if self.threads is not None else attrs.evolve(self, threads=threads)
+
     def registry(self) -> PluginRegistry:
         """The plugins of this process: the one under test only."""
         return PluginRegistry.discover(PluginOptions(allow=frozenset({self.plugin})))

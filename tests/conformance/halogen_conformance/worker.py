@@ -1,15 +1,19 @@
-"""The process that runs cases: `python -m halogen_conformance.worker FD TARGET < IDS`.
+"""The process that runs cases: `python -m halogen_conformance.worker ORDERS ANSWERS TARGET`.
 
-One line of JSON when a case starts and one when it ends, so that the parent knows which case was
-running when this process dies or hangs.
+Ids come one at a time, a line each, on file descriptor ORDERS until it is closed. One line of JSON
+when a case starts and one when it ends, so that the parent knows which case was running when this
+process dies or hangs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 import attrs
@@ -95,13 +99,13 @@ def extras_of(target: Target) -> ConformanceExtras:
     )
 
 
-def run(out: TextIO, target: Target, ids: list[str]) -> None:
-    """Run cases in order, each announced and answered on `out`."""
+def run(orders: Iterable[str], out: TextIO, target: Target) -> None:
+    """Run cases as they are ordered, each announced and answered on `out`."""
     extras = extras_of(target)
     cases = {case.id: case for case in all_cases(extras.cases)}
     benches = Benches(target, extras, out)
     _say(out, {"extras": _extras_message(extras, cases)})
-    for case_id in ids:
+    for case_id in map(str.strip, orders):
         _say(out, {"start": case_id})
         case = cases[case_id]
         made = benches.bench(case)
@@ -130,7 +134,13 @@ def _extras_message(extras: ConformanceExtras, cases: dict[str, Case]) -> dict[s
     more = [c for c in cases.values() if c.id not in own]
     return {
         "cases": [
-            {"id": c.id, "topic": c.topic, "column": c.column, "timeout_s": c.timeout_s}
+            {
+                "id": c.id,
+                "topic": c.topic,
+                "column": c.column,
+                "timeout_s": c.timeout_s,
+                "alone": c.alone,
+            }
             for c in more
         ],
         "declared_gaps": dict(extras.declared_gaps),
@@ -144,5 +154,10 @@ def _say(out: TextIO, message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as stream:
-        run(stream, Target.from_json(sys.argv[2]), sys.stdin.read().split())
+    # the parent asks a case that hangs where it is
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with (
+        os.fdopen(int(sys.argv[1]), encoding="utf-8") as ids,
+        os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as stream,
+    ):
+        run(ids, stream, Target.from_json(sys.argv[3]))

@@ -13,7 +13,15 @@ from halogen_conformance.bench import Bench
 from halogen_conformance.case import Case
 from halogen_conformance.cases.making import op_cases
 from halogen_conformance.oracle import operations as exact
-from halogen_conformance.oracle.numbers import EPSILON, Values, kv_error, kv_values
+from halogen_conformance.oracle.numbers import (
+    EPSILON,
+    EXACT,
+    Arithmetic,
+    Values,
+    farther,
+    kv_error,
+    kv_values,
+)
 from halogen_conformance.steps import Span, arrange, batch_of, fill, spans
 from halogen_core.spi import (
     AttentionSpec,
@@ -271,10 +279,16 @@ def attend(
     if spec.num_heads % spec.num_kv_heads:
         bench.backend.ops.attention(given, filled.kv, 1, meta, spec, sinks=packed)
         return
+
+    def oracle(a: Arithmetic) -> Values:
+        return exact.attention(q, keys, values, spec, extra, a, starts=starts)
+
+    # near ties of huge logits fall as the rounding goes: that of logits or that of keys
+    fused = attrs.evolve(bench.arithmetic, fused=True)
     bench.measure(
         lambda: bench.backend.ops.attention(given, filled.kv, 1, meta, spec, sinks=packed),
-        exact.attention(q, keys, values, spec, extra, starts=starts),
-        exact.attention(q, keys, values, spec, extra, bench.arithmetic, starts=starts),
+        truth := oracle(EXACT),
+        farther(truth, oracle(bench.arithmetic), oracle(fused)),
         length=spec.head_dim + max((s.length for s in which), default=0),
         keeps=[given],
         # a logit is known to its own rounding, which the softmax passes on

@@ -44,7 +44,14 @@ def cases() -> Iterator[Case]:
     for name, (run, why) in checks.items():
         limit = 300 + SOAK_S
         yield Case(
-            id=f"L4/{name}", topic="serving", why=why, run=run, device=False, timeout_s=limit
+            id=f"L4/{name}",
+            topic="serving",
+            why=why,
+            run=run,
+            device=False,
+            timeout_s=limit,
+            # the others measure times of recovery or memory
+            alone=not name.startswith("serving/"),
         )
 
 

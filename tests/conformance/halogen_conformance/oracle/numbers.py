@@ -73,6 +73,8 @@ class Arithmetic:
 
     dtype: str = "f64"
     eight_bit: bool = False
+    fused: bool = False
+    """As one kernel: operands of products are rounded, what stays in registers is not."""
 
     def take(self, values: Values) -> Values:
         """An input as the arithmetic sees it."""
@@ -81,6 +83,14 @@ class Arithmetic:
     def store(self, values: Values) -> Values:
         """A result as it would be kept."""
         return self.take(round_to(values, self.dtype))
+
+    def operand(self, values: Values) -> Values:
+        """Stored values on their way into a product."""
+        return self.store(values) if self.fused else self.take(values)
+
+    def between(self, values: Values) -> Values:
+        """A result on its way to the next operation, which a fused kernel keeps in float32."""
+        return self.take(values) if self.fused else self.store(values)
 
     def meet(self, x: Values) -> Values:
         """Activations as they enter a product with a weight."""
@@ -93,6 +103,11 @@ class Arithmetic:
 
 
 EXACT = Arithmetic()
+
+
+def farther(exact: Values, one: Values, other: Values) -> Values:
+    """Of two references, element by element the one that is farther from the truth."""
+    return np.where(np.abs(one - exact) >= np.abs(other - exact), one, other)
 
 
 # ---------------------------------------------------------------- KV rows

@@ -86,9 +86,9 @@ def attention_one(
     if n == 0:
         return a.take(q)
     group = spec.num_heads // spec.num_kv_heads
-    k = np.repeat(a.take(keys), group, axis=1).transpose(1, 2, 0)
-    v = np.repeat(a.take(values), group, axis=1).transpose(1, 0, 2)
-    logits = a.store(a.take(q).transpose(1, 0, 2) @ k * a.take(np.float64(spec.scale)))
+    k = np.repeat(a.operand(keys), group, axis=1).transpose(1, 2, 0)
+    v = np.repeat(a.operand(values), group, axis=1).transpose(1, 0, 2)
+    logits = a.between(a.take(q).transpose(1, 0, 2) @ k * a.take(np.float64(spec.scale)))
     if spec.softcap is not None:
         logits = spec.softcap * np.tanh(logits / spec.softcap)
     query, key = np.arange(s - n, s)[:, None], np.arange(s)[None, :]
