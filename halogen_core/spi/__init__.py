@@ -45,6 +45,8 @@ from halogen_core.spi.memory import (
     MemoryRequest,
     MemoryTier,
     PoolPlan,
+    check_block_ids,
+    check_kv_blocks,
     kv_block_shape,
     kv_row_bytes,
 )
@@ -193,6 +195,8 @@ __all__ = [
     "UnsupportedOp",
     "WeightFormat",
     "WeightRole",
+    "check_block_ids",
+    "check_kv_blocks",
     "hookimpl",
     "kv_block_shape",
     "kv_row_bytes",

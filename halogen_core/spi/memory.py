@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from halogen_core.errors import ConfigError
 from halogen_core.spi.arrays import Bytes
 
 
@@ -127,3 +129,26 @@ def kv_row_bytes(spec: KVSpec) -> int:
 def kv_block_shape(spec: KVSpec, n: int) -> tuple[int, ...]:
     """Shape of `KVBlocks.data` for n blocks."""
     return (n, spec.num_layers, 2, spec.block_size, spec.num_kv_heads, kv_row_bytes(spec))
+
+
+def check_kv_blocks(spec: KVSpec, blocks: Sequence[int], data: KVBlocks) -> None:
+    """Raise `ConfigError` unless `data` is `blocks` of a pool of `spec`; for `kv_import`."""
+    wanted = kv_block_shape(spec, len(blocks))
+    if data.spec != spec or data.data.shape != wanted:
+        raise ConfigError(
+            f"kv blocks are {data.spec} of shape {data.data.shape}; this pool takes {spec} of "
+            f"shape {wanted}",
+            code="HRT-3103",
+            fix="caches move only between engines with the same model and cache settings",
+        )
+
+
+def check_block_ids(blocks: Sequence[int], num_blocks: int) -> None:
+    """Raise `ConfigError` for a block that a pool of `num_blocks` does not have."""
+    for block in blocks:
+        if not 0 <= block < num_blocks:
+            raise ConfigError(
+                f"kv block is {block}; this pool has blocks 0 to {num_blocks - 1}",
+                code="HRT-3104",
+                fix="this is a bug in the caller's block table",
+            )

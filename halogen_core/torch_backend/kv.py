@@ -21,6 +21,8 @@ from halogen_core.spi.memory import (
     KVCache,
     KVLayout,
     KVSpec,
+    check_block_ids,
+    check_kv_blocks,
     kv_block_shape,
     kv_row_bytes,
 )
@@ -131,13 +133,13 @@ def copy_blocks(kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks (source, destination) in order, all layers."""
     pool = torch_kv(kv).pool
     for source, destination in pairs:
-        _check_blocks(kv, (source, destination))
+        check_block_ids((source, destination), kv.num_blocks)
         pool[:, destination].copy_(pool[:, source])
 
 
 def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
     """Blocks in canonical form uint8 [n, L, 2, B, Hkv, row bytes]."""
-    _check_blocks(kv, blocks)
+    check_block_ids(blocks, kv.num_blocks)
     pool = torch_kv(kv).pool
     chosen = pool.index_select(1, torch.as_tensor(blocks, dtype=torch.int64, device=pool.device))
     canonical = chosen.permute(1, 0, 2, 4, 3, 5).contiguous().view(torch.uint8)
@@ -146,27 +148,9 @@ def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
 
 def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     """Write canonical blocks; raises `ConfigError` if spec or shape differ."""
-    _check_blocks(kv, blocks)
-    spec = kv.layout.spec
-    want = kv_block_shape(spec, len(blocks))
-    if data.spec != spec or data.data.shape != want:
-        raise ConfigError(
-            f"kv blocks are {data.spec} of shape {data.data.shape}; this pool takes {spec} of "
-            f"shape {want}",
-            code="HRT-3103",
-            fix="caches move only between engines with the same model and cache settings",
-        )
+    check_block_ids(blocks, kv.num_blocks)
+    check_kv_blocks(kv.layout.spec, blocks, data)
     pool = torch_kv(kv).pool
     host = torch.from_numpy(np.ascontiguousarray(data.data)).view(pool.dtype)
     at = torch.as_tensor(blocks, dtype=torch.int64, device=pool.device)
     pool.index_copy_(1, at, host.permute(1, 0, 2, 4, 3, 5).to(pool.device))
-
-
-def _check_blocks(kv: KVCache, blocks: Sequence[int]) -> None:
-    for block in blocks:
-        if not 0 <= block < kv.num_blocks:
-            raise ConfigError(
-                f"kv block is {block}; this pool has blocks 0 to {kv.num_blocks - 1}",
-                code="HRT-3104",
-                fix="this is a bug in the caller's block table",
-            )

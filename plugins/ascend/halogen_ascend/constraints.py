@@ -12,10 +12,8 @@ from halogen_ascend.errors import LayoutError, OutOfRange
 from halogen_core.spi import (
     AttentionSpec,
     ConfigError,
-    KVBlocks,
     KVSpec,
     UnsupportedOp,
-    kv_block_shape,
 )
 
 BLOCK_SIZES = (128, 256, 384, 512)
@@ -49,18 +47,6 @@ def check_kv(spec: KVSpec, dtypes: Collection[str]) -> None:
             f"KV dtype `{spec.dtype}` is not supported; `ascend` stores {', '.join(dtypes)}",
             code="HRT-7108",
             fix="set --kv-dtype f16",
-        )
-
-
-def check_kv_blocks(spec: KVSpec, blocks: Sequence[int], data: KVBlocks) -> None:
-    """Raises `ConfigError` (HRT-7108) for blocks that another layout exported."""
-    expected = kv_block_shape(spec, len(blocks))
-    if data.spec != spec or data.data.shape != expected:
-        raise ConfigError(
-            f"KV blocks of {data.spec} and shape {data.data.shape} do not fit {len(blocks)} "
-            f"blocks {expected} of {spec}",
-            code="HRT-7108",
-            fix="import into a pool with the same layers, heads, dtype and block size",
         )
 
 

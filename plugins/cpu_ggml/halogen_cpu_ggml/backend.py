@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from halogen_core.spi import (
     BackendOptions,
     Capabilities,
-    ConfigError,
     Cost,
     KVBlocks,
     KVCache,
@@ -36,7 +35,8 @@ from halogen_core.spi import (
     Support,
     Telemetry,
     WeightRole,
-    kv_block_shape,
+    check_block_ids,
+    check_kv_blocks,
 )
 from halogen_cpu_ggml import binding, memory, weights
 from halogen_cpu_ggml.costs import CostModel
@@ -240,22 +240,16 @@ class GgmlBackend:
         return KVCache(layout=layout, num_blocks=num_blocks, payload=pool)
 
     def kv_copy(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        _check_blocks(kv, [b for pair in pairs for b in pair])
+        check_block_ids([b for pair in pairs for b in pair], kv.num_blocks)
         kv.payload.copy(pairs)
 
     def kv_export(self, kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
-        _check_blocks(kv, blocks)
+        check_block_ids(blocks, kv.num_blocks)
         return kv.payload.export(blocks)  # type: ignore[no-any-return]
 
     def kv_import(self, kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
-        _check_blocks(kv, blocks)
-        wanted = kv_block_shape(kv.layout.spec, len(blocks))
-        if data.spec != kv.layout.spec or data.data.shape != wanted:
-            raise ConfigError(
-                f"KV blocks of {data.spec} {data.data.shape} do not fit a pool of "
-                f"{kv.layout.spec} {wanted}",
-                code="HRT-3609",
-            )
+        check_block_ids(blocks, kv.num_blocks)
+        check_kv_blocks(kv.layout.spec, blocks, data)
         kv.payload.load(blocks, data.data)
 
     # -- steps
@@ -302,12 +296,6 @@ class GgmlBackend:
                 "locked_bytes": locked_bytes(),
             },
         )
-
-
-def _check_blocks(kv: KVCache, blocks: Sequence[int]) -> None:
-    bad = [b for b in blocks if not 0 <= b < kv.num_blocks]
-    if bad:
-        raise ConfigError(f"blocks {bad} are outside 0..{kv.num_blocks - 1}", code="HRT-3609")
 
 
 def create(options: BackendOptions) -> GgmlBackend:

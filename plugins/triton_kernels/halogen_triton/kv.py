@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.spi import ConfigError, KVBlocks, KVCache, KVLayout, KVSpec, kv_block_shape
+from halogen_core.spi import (
+    ConfigError,
+    KVBlocks,
+    KVCache,
+    KVLayout,
+    KVSpec,
+    check_block_ids,
+    check_kv_blocks,
+    kv_block_shape,
+)
 from halogen_triton.attention import STORES, LayerKV
 
 _STORAGE = {
@@ -97,14 +106,14 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache
 def copy_blocks(kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks (source, destination) in order, all layers."""
     for pair in pairs:
-        _check_blocks(kv, pair)
+        check_block_ids(pair, kv.num_blocks)
         for tensor in payload(kv).tensors:
             tensor[:, pair[1]].copy_(tensor[:, pair[0]])
 
 
 def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
     """Blocks in canonical form uint8 [n, L, 2, B, Hkv, row bytes]; of q8_0 as ggml blocks."""
-    _check_blocks(kv, blocks)
+    check_block_ids(blocks, kv.num_blocks)
     own = payload(kv)
     at = torch.as_tensor(blocks, dtype=torch.int64, device=own.data.device)
     rows = [t.index_select(1, at).permute(1, 0, 2, 4, 3, 5).contiguous() for t in own.tensors]
@@ -119,16 +128,9 @@ def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
 
 def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     """Write canonical blocks; raises `ConfigError` if spec or shape differ."""
-    _check_blocks(kv, blocks)
-    spec, own = kv.layout.spec, payload(kv)
-    want = kv_block_shape(spec, len(blocks))
-    if data.spec != spec or data.data.shape != want:
-        raise ConfigError(
-            f"kv blocks are {data.spec} of shape {data.data.shape}; this pool takes {spec} of "
-            f"shape {want}",
-            code="HRT-3403",
-            fix="caches move only between engines with the same model and cache settings",
-        )
+    check_block_ids(blocks, kv.num_blocks)
+    check_kv_blocks(kv.layout.spec, blocks, data)
+    own = payload(kv)
     host = torch.from_numpy(np.ascontiguousarray(data.data))
     parts = [host]
     if own.scales is not None:
@@ -138,13 +140,3 @@ def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     for tensor, part in zip(own.tensors, parts, strict=True):
         rows = part.contiguous().view(tensor.dtype).permute(1, 0, 2, 4, 3, 5)
         tensor.index_copy_(1, at, rows.to(tensor.device))
-
-
-def _check_blocks(kv: KVCache, blocks: Sequence[int]) -> None:
-    for block in blocks:
-        if not 0 <= block < kv.num_blocks:
-            raise ConfigError(
-                f"kv block is {block}; this pool has blocks 0 to {kv.num_blocks - 1}",
-                code="HRT-3404",
-                fix="this is a bug in the caller's block table",
-            )

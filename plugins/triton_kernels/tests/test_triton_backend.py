@@ -12,7 +12,14 @@ from halogen_core.engine.protocol import SamplingParams
 from halogen_core.engine.runner import Runner
 from halogen_core.engine.sampler import RowSampler
 from halogen_core.models import Decoder, config_of
-from halogen_core.spi import BackendOptions, KVSpec, MemoryRequest, TorchBackend, WeightRole
+from halogen_core.spi import (
+    BackendOptions,
+    ConfigError,
+    KVSpec,
+    MemoryRequest,
+    TorchBackend,
+    WeightRole,
+)
 from halogen_triton.backend import GRAPH_BYTES, TritonBackend
 from halogen_triton.launch import Launch, Rule, Tuning
 
@@ -127,6 +134,10 @@ def test_kv_blocks_travel_in_canonical_form(kv_dtype):
     assert same > 0.98
     plain.backend.kv_import(plain.kv, [7, 2], blocks)
     assert (plain.backend.kv_export(plain.kv, [7, 2]).data == blocks.data).all()
+    with pytest.raises(ConfigError, match="this pool takes"):
+        plain.backend.kv_import(plain.kv, [7], blocks)
+    with pytest.raises(ConfigError, match="this pool takes"):
+        own.backend.kv_import(own.kv, [7], blocks)
     own.backend.kv_copy(own.kv, [(7, 0), (2, 1)])
     assert (own.backend.kv_export(own.kv, [0, 1]).data == blocks.data).all()
     other = open_runner(triton_backend(), checkpoint, kv_dtype)

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_ascend.constraints import check_kv, check_kv_blocks
+from halogen_ascend.constraints import check_kv
 from halogen_core.spi import (
     KVBlocks,
     KVCache,
     KVLayout,
     KVSpec,
     StepMeta,
+    check_kv_blocks,
     kv_block_shape,
 )
 

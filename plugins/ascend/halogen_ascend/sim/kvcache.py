@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from halogen_ascend.constraints import check_kv, check_kv_blocks
+from halogen_ascend.constraints import check_kv
 from halogen_ascend.errors import OutOfRange, PoisonRead
 from halogen_ascend.padding import PaddedStep
 from halogen_ascend.sim.buffer import ITEMSIZE, DeviceBuffer
@@ -25,6 +25,7 @@ from halogen_core.spi import (
     KVLayout,
     KVSpec,
     StepBatch,
+    check_kv_blocks,
     kv_block_shape,
 )
 
