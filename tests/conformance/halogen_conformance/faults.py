@@ -14,7 +14,7 @@ import attrs
 
 from halogen_conformance.case import Opening
 from halogen_conformance.target import Target
-from halogen_core.spi import BackendOptions, DeviceLost, Transient
+from halogen_core.spi import BackendOptions, DeviceLost, RunsAhead, Transient
 
 NAME = "conformance_faults"
 PLUGIN = f'''
@@ -50,7 +50,8 @@ def create(options: BackendOptions) -> Any:
     """The backend under test (option `target`), its steps watched by file `control`."""
     target = Target.from_json(Path(options.extra["target"]).read_text(encoding="utf-8"))
     backend = target.open(Opening(deterministic=options.deterministic))
-    return Faulty(backend, Path(options.extra["control"]))
+    kind = FaultyAhead if isinstance(backend, RunsAhead) else Faulty
+    return kind(backend, Path(options.extra["control"]))
 
 
 class Faulty:
@@ -89,6 +90,13 @@ class Faulty:
             return sampled
         ids = self._backend.download(sampled.token_ids)[:-1]
         return attrs.evolve(sampled, token_ids=self._backend.upload(ids))
+
+
+class FaultyAhead(Faulty):
+    """The same of a backend that queues steps: Python looks for a protocol's methods in the class."""
+
+    def fetch(self, sampled: Any) -> Any:
+        return self._backend.fetch(sampled)
 
 
 class _Ops:
