@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from halogen_core.errors import ConfigError, ModelError
+from halogen_core.loader.hf_config import read_json
 from halogen_core.loader.int8 import CONFIG_KEY, SCALES_FILE, quantize_rows, signal_to_noise
 from halogen_core.loader.safetensors import SafetensorsFile, read_safetensors
 from halogen_core.spi.arrays import Float32
@@ -138,14 +139,10 @@ def _quantized(
 
 def _as_stored(file: SafetensorsFile, key: str) -> Any:
     entry = file.tensors[key]
-    if entry.dtype == "BF16":
+    if entry.dtype != "F16":
         # numpy has no bfloat16; float32 holds every value of it
         return _floats(file, key)
-    return (
-        file.view(key)
-        .view({"F16": np.float16, "F32": np.float32}[entry.dtype])
-        .reshape(entry.shape)
-    )
+    return file.view(key).view(np.float16).reshape(entry.shape)
 
 
 def _floats(file: SafetensorsFile, key: str) -> Float32:
@@ -170,7 +167,18 @@ def _files(source: Path) -> list[SafetensorsFile]:
             code="HRT-2012",
             fix="GGUF models are quantised already; convert the original",
         )
+    config = read_json(source / "config.json")
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"`{source}` is quantised already: {_method(config['quantization_config'])}",
+            code="HRT-2012",
+            fix="convert the original model; rounding twice would lose more than either",
+        )
     return [read_safetensors(path) for path in sorted(source.glob("*.safetensors"))]
+
+
+def _method(given: Any) -> str:
+    return f"`{given.get('quant_method')}`" if isinstance(given, dict) else "by an unknown method"
 
 
 def _copy_rest(source: Path, target: Path, schemes: Mapping[str, str]) -> None:

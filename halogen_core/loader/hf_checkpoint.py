@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -18,16 +19,21 @@ from halogen_core.loader.hf_config import HFConfig, read_config, read_json
 from halogen_core.loader.int8 import SCALES_FILE, Int8, read_int8
 from halogen_core.loader.packed_matrix import PackedMatrix, packed_matrices, stacked
 from halogen_core.loader.quantised import read_scheme
-from halogen_core.loader.safetensors import SafetensorsFile, read_safetensors
+from halogen_core.loader.safetensors import SafetensorsEntry, SafetensorsFile, read_safetensors
 from halogen_core.spi.arrays import Bytes
+from halogen_core.spi.float8 import FLOAT8
 from halogen_core.spi.operations import QuantTensor, RopeStyle
 
+logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_IGNORED = re.compile(r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd")
+# scales of a KV cache in fp8 are for a storage that is not ours
+_IGNORED = re.compile(
+    r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd|\.[kqv]_scale$"
+)
 
 
 _Located = tuple[SafetensorsFile, str]
@@ -135,11 +141,16 @@ def open_directory(directory: Path) -> HFCheckpoint:
     files = [read_safetensors(path) for path in _weight_files(directory)]
     table = read_json(_inside(directory, "config.json"))
     int8 = read_int8(directory, table)
-    packed = packed_matrices(files, read_scheme(directory / "config.json", table))
+    scheme = read_scheme(directory / "config.json", table)
+    if scheme is not None and scheme.note:
+        logger.info("%s: %s", directory, scheme.note)
+    packed = packed_matrices(files, scheme)
+    # under a scheme 8-bit floats have scales; where these are missing the values are not the codes
+    plain_types = _DTYPES if scheme else (*_DTYPES, *FLOAT8)
     return HFCheckpoint(
         directory=directory,
         config=config,
-        sources=_sources(directory, config, files, int8, packed),
+        sources=_sources(directory, config, files, int8, packed, plain_types),
         int8=int8,
     )
 
@@ -215,6 +226,7 @@ def _sources(
     files: Sequence[SafetensorsFile],
     int8: Mapping[str, Int8],
     packed: Mapping[str, PackedMatrix],
+    plain_types: Sequence[str],
 ) -> dict[str, _Source]:
     experts: dict[str, dict[int, _Located]] = {}
     sources: dict[str, _Source] = {}
@@ -222,8 +234,7 @@ def _sources(
     plain = [(f, key) for f in files for key in f.tensors if key not in taken]
     matrices = [(next(iter(m.tensors.values()))[0], key) for key, m in packed.items()]
     for file, key, name, expert in _renamed(directory, config, [*plain, *matrices]):
-        kind = "" if key in packed else file.tensors[key].dtype
-        if kind not in ("", *_DTYPES) and not (kind == "I8" and key in int8):
+        if key not in packed and not _read_as_stored(file.tensors[key], plain_types, key in int8):
             raise _unread_dtype(file, key)
         if name == "output.weight" and config.tied_embeddings:
             continue
@@ -284,10 +295,19 @@ def _unpacked(source: _Source, name: str) -> QuantTensor:
     return stacked(tensors, name) if source.stacked else tensors[0]
 
 
+def _read_as_stored(
+    entry: SafetensorsEntry, plain_types: Sequence[str], has_int8_scale: bool
+) -> bool:
+    """Whether a tensor is taken as it is; a vector of 8-bit floats is not, nobody stores any."""
+    if entry.dtype in FLOAT8 and len(entry.shape) != 2:
+        return False
+    return entry.dtype in plain_types or (entry.dtype == "I8" and has_int8_scale)
+
+
 def _unread_dtype(file: SafetensorsFile, key: str) -> ModelError:
     return ModelError(
         f"tensor `{key}` of `{file.path}` has type {file.tensors[key].dtype}; "
-        f"halogen reads {', '.join(_DTYPES)}",
+        f"halogen reads {', '.join(_DTYPES)}, and {', '.join(FLOAT8)} in matrices",
         code="HRT-2006",
         fix="take the model in one of these types, or a GGUF conversion of it",
     )

@@ -24,8 +24,8 @@ class Scheme:
 
     suffixes: re.Pattern[str]
     """Ends of the names that together are one matrix `….weight`."""
-    needed: str
-    """The suffix without which there is no packed matrix."""
+    needed: tuple[str, ...]
+    """Suffixes of which one is there where a matrix is packed."""
     read: Reader
     shape: Callable[[PackedMatrix], tuple[int, ...]]
     """From headers alone."""
@@ -33,6 +33,18 @@ class Scheme:
     zeros_less_one: bool = False
     activations: bool = False
     """They are rounded to int8 too."""
+    block: tuple[int, int] | None = None
+    """Rows and columns under one scale."""
+    marks: tuple[str, ...] = ()
+    """Types of a `weight` that say without `needed` that it is packed: what lacks is then told."""
+    note: str = ""
+    """What the file wants beyond its weights and does not get."""
+
+    def packs(self, tensors: Located) -> bool:
+        """Whether tensors of one name are a packed matrix."""
+        if any(suffix in tensors for suffix in self.needed):
+            return True
+        return "weight" in tensors and _dtype(tensors, "weight") in self.marks
 
 
 @attrs.frozen(eq=False)
@@ -55,6 +67,10 @@ class PackedMatrix:
         """Of the tensor with this suffix."""
         file, key = self.tensors[suffix]
         return file.tensors[key].shape
+
+    def stored_dtype(self, suffix: str) -> str:
+        """Of the tensor with this suffix, as the file spells it."""
+        return _dtype(self.tensors, suffix)
 
     def array(self, suffix: str) -> un.Array:
         """The tensor with this suffix, as stored."""
@@ -80,7 +96,9 @@ class PackedMatrix:
 def stacked(tensors: list[QuantTensor], name: str) -> QuantTensor:
     """Matrices of one layer's experts as one [E, N, K]."""
     first = tensors[0]
-    keys = {(t.format, t.shape, *sorted(t.aux)) for t in tensors}
+    keys = {
+        (t.format, t.shape, *sorted(t.aux), *t.aux.get("block", un.EMPTY).tolist()) for t in tensors
+    }
     if len(keys) > 1 or "perm" in first.aux:
         raise refused(
             Path(name),
@@ -91,8 +109,14 @@ def stacked(tensors: list[QuantTensor], name: str) -> QuantTensor:
         shape=(len(tensors), *first.shape),
         data=un.joined([t.data for t in tensors]),
         name=name,
-        aux={key: un.joined([t.aux[key][None] for t in tensors]) for key in first.aux},
+        aux={key: _together(key, tensors) for key in first.aux},
     )
+
+
+def _together(key: str, tensors: list[QuantTensor]) -> un.Array:
+    """One of `aux` for all experts; the size of blocks is theirs together."""
+    each = [tensor.aux[key] for tensor in tensors]
+    return each[0] if key == "block" else un.joined([one[None] for one in each])
 
 
 def refused(path: Path, message: str) -> ModelError:
@@ -117,5 +141,10 @@ def packed_matrices(
     return {
         name: PackedMatrix(scheme, name, tensors)
         for name, tensors in found.items()
-        if scheme.needed in tensors
+        if scheme.packs(tensors)
     }
+
+
+def _dtype(tensors: Located, suffix: str) -> str:
+    file, key = tensors[suffix]
+    return file.tensors[key].dtype

@@ -1,6 +1,6 @@
-"""Quantised matrices in Hugging Face directories: AWQ, GPTQ, compressed-tensors, MXFP4.
+"""Quantised matrices in Hugging Face directories: AWQ, GPTQ, compressed-tensors, MXFP4, fp8.
 
-Each vendor packs otherwise; here all become one of four formats of `QuantTensor`:
+Each vendor packs otherwise; here all become one of few formats of `QuantTensor`:
 
 - `INT4`: `data` holds codes 0 … 15 along K, element 2 j in the low nibble of byte j of a row.
   `aux`: `scale` float16 or float32 [N, G] with G groups of K / G neighbours, `zero` uint8 [N, G]
@@ -9,6 +9,7 @@ Each vendor packs otherwise; here all become one of four formats of `QuantTensor
 - `W8A8`, `W8A16`: int8 `data`, `aux["scale"]` float32 [N]; the first also wants activations rounded
   to int8, dynamically, a scale per token.
 - `MXFP4`: the blocks of GGUF (OCP Microscaling Formats, 2023).
+- `F8_E4M3`, `F8_E5M2`: codes as stored, a scale per block (`halogen_core.loader.fp8`).
 
 What does not fit is refused by name (HRT-2011).
 """
@@ -20,11 +21,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from halogen_core.loader import fp8
 from halogen_core.loader import unpacking as un
 from halogen_core.loader.packed_matrix import PackedMatrix, Scheme, refused
 from halogen_core.spi.operations import QuantTensor
 
-_READ = "awq (4 bits, gemm), gptq (4 bits), compressed-tensors (int4, int8, mxfp4), mxfp4"
+_READ = "awq (4 bits, gemm), gptq (4 bits), compressed-tensors (int4, int8, fp8, mxfp4), fp8, mxfp4"
 
 
 def read_scheme(path: Path, config: Mapping[str, Any]) -> Scheme | None:
@@ -53,7 +55,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
     size = config.get("group_size", config.get("q_group_size", 128))
     return Scheme(
         re.compile(r"\.(qweight|qzeros|scales)$"),
-        "qweight",
+        ("qweight",),
         _read_awq,
         _awq_shape,
         _group_size(size),
@@ -68,7 +70,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         raise un.Unfit(f"GPTQ of the form `{form}`")
     return Scheme(
         re.compile(r"\.(qweight|qzeros|scales|g_idx)$"),
-        "qweight",
+        ("qweight",),
         _read_gptq,
         lambda m: (m.stored_shape("qweight")[1], 8 * m.stored_shape("qweight")[0]),
         _group_size(config.get("group_size", 128)),
@@ -141,17 +143,20 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
         ):
             raise un.Unfit("its activations are rounded with stored scales or to other than 8 bits")
         suffixes = re.compile(r"\.(weight|weight_scale|weight_zero_point)$")
-        return Scheme(suffixes, "weight_scale", _read_int8, _plain_shape, activations=bool(dynamic))
+        needed = ("weight_scale",)
+        return Scheme(suffixes, needed, _read_int8, _plain_shape, activations=bool(dynamic))
+    if form == "float-quantized":
+        return fp8.compressed(groups)
     if dynamic:
         raise un.Unfit(f"`{form}` with rounded activations")
     if form == "pack-quantized":
         suffixes = re.compile(
             r"\.(weight_packed|weight_scale|weight_zero_point|weight_shape|weight_g_idx)$"
         )
-        return Scheme(suffixes, "weight_packed", _read_packed, _packed_shape)
+        return Scheme(suffixes, ("weight_packed",), _read_packed, _packed_shape)
     if form == "mxfp4-pack-quantized":
         suffixes = re.compile(r"\.(weight_packed|weight_scale)$")
-        return Scheme(suffixes, "weight_packed", _read_mxfp4, _mxfp4_shape)
+        return Scheme(suffixes, ("weight_packed",), _read_mxfp4, _mxfp4_shape)
     raise un.Unfit(f"compressed-tensors of the form `{form}`")
 
 
@@ -229,11 +234,13 @@ def _mxfp4(matrix: PackedMatrix, codes: un.Array, exponents: un.Array) -> QuantT
 
 
 _MXFP4_BLOCKS = Scheme(
-    re.compile(r"_(blocks|scales)$"), "blocks", _read_mxfp4_blocks, _blocks_shape
+    re.compile(r"_(blocks|scales)$"), ("blocks",), _read_mxfp4_blocks, _blocks_shape
 )
 _SCHEMES: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
+    "fp8": fp8.finegrained,
+    "fbgemm_fp8": fp8.finegrained,
     "mxfp4": lambda _: _MXFP4_BLOCKS,
 }

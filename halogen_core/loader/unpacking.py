@@ -13,8 +13,10 @@ from halogen_core.spi.arrays import Bytes
 Array = NDArray[Any]
 _DTYPES = {
     "I32": np.int32, "I64": np.int64, "U8": np.uint8, "I8": np.int8,
-    "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8,
+    "F16": np.float16, "F32": np.float32,
+    "F8_E8M0": np.uint8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8,
 }  # fmt: skip
+EMPTY: Array = np.zeros(0)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble that holds output column 8 c + i."""
 
@@ -24,7 +26,7 @@ class Unfit(Exception):
 
 
 def array(data: Bytes, dtype: str, shape: tuple[int, ...]) -> Array:
-    """A stored tensor; bfloat16 as float32."""
+    """A stored tensor; bfloat16 as float32, 8-bit floats as their codes."""
     if dtype == "BF16":
         wide = data.view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).reshape(shape)

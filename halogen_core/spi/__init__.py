@@ -33,6 +33,14 @@ from halogen_core.spi.abilities import (
 )
 from halogen_core.spi.arrays import Array
 from halogen_core.spi.backend import Backend, Capabilities, Replay
+from halogen_core.spi.conversions import Conversions
+from halogen_core.spi.float8 import (
+    FLOAT8,
+    check_float8,
+    float8_halves,
+    float8_rounding,
+    float8_values,
+)
 from halogen_core.spi.formats import FORMATS, WeightFormat
 from halogen_core.spi.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from halogen_core.spi.memory import (
@@ -115,6 +123,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "FLOAT8",
     "FORMATS",
     "FUSED_OPS",
     "KV_ROW_BYTES",
@@ -129,11 +138,12 @@ __all__ = [
     "BackendSpec",
     "BackendUnavailable",
     "Capabilities",
+    "Carried",
     "Checkpoint",
     "CompilesKernels",
     "ConfigError",
-    "Carried",
     "ConformanceExtras",
+    "Conversions",
     "Cost",
     "DecoderConfig",
     "DeviceError",
@@ -176,11 +186,11 @@ __all__ = [
     "Replay",
     "RopeSpec",
     "RopeStyle",
+    "RunsAhead",
     "Sampled",
     "SamplingBatch",
     "Severity",
     "SpiMismatch",
-    "RunsAhead",
     "StepBatch",
     "StepMeta",
     "StepShape",
@@ -196,7 +206,11 @@ __all__ = [
     "WeightFormat",
     "WeightRole",
     "check_block_ids",
+    "check_float8",
     "check_kv_blocks",
+    "float8_halves",
+    "float8_rounding",
+    "float8_values",
     "hookimpl",
     "kv_block_shape",
     "kv_row_bytes",

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.errors import ConfigError, ModelError
+from halogen_core.errors import ConfigError
 from halogen_core.spi.abilities import KernelPack
 from halogen_core.spi.backend import Capabilities, Replay
 from halogen_core.spi.conversions import Conversions
-from halogen_core.spi.float8 import FLOAT8, float8_rounding
+from halogen_core.spi.float8 import FLOAT8
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import (
     KV_ROW_BYTES,
@@ -291,22 +291,9 @@ class TorchBackend:
                 return table.rows.view(dtype).view(parts[0].shape)
         stacked = weights.stack(parts, role, dtype, self.device)
         for part in parts:
-            self._tell_rounding(part, dtype)
+            if part.format in FLOAT8:
+                self.conversions.add_float8(part, _NAMES[dtype])
         return stacked
-
-    def _tell_rounding(self, part: QuantTensor, dtype: torch.dtype) -> None:
-        """Keep account of 8-bit floats that became dense; raises `ModelError` out of range."""
-        if part.format not in FLOAT8:
-            return
-        name = _NAMES[dtype]
-        error = float8_rounding(part, name)
-        if not np.isfinite(error):
-            raise ModelError(
-                f"tensor `{part.name}` of format `{part.format}` has values out of {name}'s range",
-                code="HRT-2412",
-                fix="use --backend-option dtype=bf16 or dtype=f32",
-            )
-        self.conversions.add(part.format, name.upper(), error, "rounded once")
 
     def _table(self, part: QuantTensor) -> weights.StoredRows:
         found = self._tables.get(_address(part))

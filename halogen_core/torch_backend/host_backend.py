@@ -96,7 +96,7 @@ class HostFallbackBackend(ABC, Generic[Array]):
         return Support(level=placement.level, reasons=placement.reasons)
 
     def placement(self) -> tuple[Placement, ...]:
-        return tuple(self._place(op) for op in OPS)
+        return self.host.conversions.told(self._place(op) for op in OPS)
 
     def _owner(self, op: str) -> type:
         return next(cls for cls in type(self._ops).__mro__ if op in vars(cls))

@@ -1,7 +1,7 @@
-"""Formats with scales beside their codes, to float32: INT4, W8A8, W8A16; and MXFP4's blocks.
+"""Formats with scales beside their codes, to float32: INT4, int8, fp8; and MXFP4's blocks.
 
-What `aux` holds says `halogen_core.loader.quantised`. Activations before W8A8 are not rounded here:
-more exact than asked.
+What `aux` holds say `halogen_core.loader.quantised` and `halogen_core.spi.float8`. Activations
+before W8A8 and fp8 are not rounded here: more exact than asked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halogen_core.errors import ModelError
+from halogen_core.spi.float8 import FLOAT8, check_float8, float8_values
 from halogen_core.spi.operations import QuantTensor
 
 _MXFP4_BLOCK, _MXFP4_BYTES = 32, 17
@@ -22,6 +23,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 def check(part: QuantTensor) -> None:
     """Raises `ModelError` (HRT-2411) when codes or scales do not fit the shape."""
+    if part.format in FLOAT8:
+        check_float8(part)
+        return
     rows, k = prod(part.shape[:-1]), part.shape[-1]
     bits = {"INT4": 4, "MXFP4": 4.25}.get(part.format, 8)
     unit = {"INT4": 2, "MXFP4": _MXFP4_BLOCK}.get(part.format, 1)
@@ -75,6 +79,10 @@ def _mxfp4(part: QuantTensor, rows: Tensor, start: int) -> Tensor:
     return (torch.tensor(_E2M1, dtype=torch.float64)[codes] * scale).float().view(len(rows), -1)
 
 
+def _float8(part: QuantTensor, codes: Tensor, start: int) -> Tensor:
+    return torch.from_numpy(float8_values(part, start, start + len(codes)))
+
+
 def _rows(part: QuantTensor, key: str, start: int, count: int) -> Tensor:
     table = part.aux[key].reshape(prod(part.shape[:-1]), -1)[start : start + count]
     return torch.from_numpy(np.ascontiguousarray(table, np.float32))
@@ -85,4 +93,5 @@ READERS: dict[str, Callable[[QuantTensor, Tensor, int], Tensor]] = {
     "W8A8": _int8,
     "W8A16": _int8,
     "MXFP4": _mxfp4,
+    **dict.fromkeys(FLOAT8, _float8),
 }

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.spi import (
+    FLOAT8,
     BackendOptions,
     Capabilities,
+    Conversions,
     Cost,
     KVBlocks,
     KVCache,
@@ -45,7 +47,6 @@ from halogen_cpu_ggml.kernel_mode import KernelMode
 from halogen_cpu_ggml.locking import Locks, locked_bytes
 from halogen_cpu_ggml.modes import GgmlMode, Mode
 from halogen_cpu_ggml.ops import GgmlOps
-from halogen_cpu_ggml.reblock import Conversions
 from halogen_cpu_ggml.recorder import Recorder, joined, weight_tensor
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.step import Captured, bucket, record
@@ -53,8 +54,6 @@ from halogen_cpu_ggml.tape import Node, SharedArena, host_node, view_f32
 from halogen_cpu_ggml.threads import Team
 from halogen_cpu_ggml.tiles import Tables
 
-WEIGHED = ("embed", "linear", "mlp", "moe", "logits")
-"""Ops that read weights of the checkpoint's formats."""
 WORKSPACE_LIMIT = 1 << 36
 """Address space, not memory: only pages that steps touch are taken."""
 
@@ -92,11 +91,7 @@ class GgmlBackend:
         return self.mode.supports(signature)
 
     def placement(self) -> tuple[Placement, ...]:
-        lines = self.conversions.lines()
-        return tuple(
-            attrs.evolve(p, reasons=(*p.reasons, *lines)) if p.op in WEIGHED else p
-            for p in self.mode.placement()
-        )
+        return self.conversions.told(self.mode.placement())
 
     # -- memory
 
@@ -183,7 +178,8 @@ class GgmlBackend:
     def _account(self, part: weights.Part) -> None:
         """Say what was re-blocked, do not hold it twice, as blocks and as tiles."""
         if part.source:
-            self.conversions.add(part.source, part.format, part.error)
+            cause = "rounded once" if part.source in FLOAT8 else "float16 scales"
+            self.conversions.add(part.source, part.format, part.error, cause)
             if part.tiles is not None:
                 part.data = part.data[:0].copy()
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halogen_core.spi import (
+    FLOAT8,
     FORMATS,
     OPS,
     Capabilities,
@@ -30,14 +31,16 @@ from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kv_rows import RowPool
 from halogen_cpu_ggml.locking import do_nothing
 from halogen_cpu_ggml.ops import GgmlOps
-from halogen_cpu_ggml.reblock import FOREIGN
+from halogen_cpu_ggml.reblock import REBLOCKED
 from halogen_cpu_ggml.recorder import Recorder
 from halogen_cpu_ggml.settings import Settings
 from halogen_cpu_ggml.weights import Part
 
 NATIVE_FORMATS = {n: "native" for n, f in FORMATS.items() if f.ggml_type is not None}
-WEIGHT_FORMATS = NATIVE_FORMATS | dict.fromkeys(FOREIGN, "native")
-"""Foreign ones are re-blocked once and then stay packed."""
+WEIGHT_FORMATS = (
+    NATIVE_FORMATS | dict.fromkeys(REBLOCKED, "native") | dict.fromkeys(FLOAT8, "emulated")
+)
+"""Foreign ones are re-blocked once and then stay packed, 8-bit floats take 16 bits."""
 BLOCK_SIZES = (16, 32, 64)
 Q8_BLOCK = 32
 
@@ -133,7 +136,7 @@ class GgmlMode:
         """Nothing to lay ready."""
 
     def limits(self) -> Limits:
-        return Limits(preferred_chunk=512)
+        return Limits()
 
 
 def refusals(signature: OpSignature, kv_dtypes: tuple[str, ...]) -> list[str]:

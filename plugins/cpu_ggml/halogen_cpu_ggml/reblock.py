@@ -1,4 +1,4 @@
-"""Weights with scales beside their codes (INT4, W8A8, W8A16) and MXFP4, as blocks of ggml's.
+"""Weights with scales beside their codes (INT4, int8, fp8) and MXFP4, in formats of ggml's.
 
 | from | to | exact |
 |---|---|---|
@@ -6,6 +6,8 @@
 | INT4 with zeros | Q5_0: code - zero has 5 bits (Q4_1 would round the minimum) | as above |
 | W8A8, W8A16 | Q8_0, a row's scale in each of its blocks | as above |
 | MXFP4 | Q5_0 of twice the elements, half the scale | yes |
+| F8_E4M3, F8_E5M2 | F16 or BF16, if it holds every value: scales of few bits | yes |
+| the same, other scales | F16 | within 2^-11 |
 | any, where rows, groups or scales do not fit that | F32 | to float32 |
 
 How far values moved is measured and said, never assumed.
@@ -13,7 +15,6 @@ How far values moved is measured and said, never assumed.
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -21,11 +22,19 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from halogen_core.spi import FORMATS, ConfigError, QuantTensor
+from halogen_core.spi import (
+    FLOAT8,
+    FORMATS,
+    ConfigError,
+    QuantTensor,
+    check_float8,
+    float8_halves,
+    float8_rounding,
+    float8_values,
+)
 
-logger = logging.getLogger(__name__)
-
-FOREIGN = ("INT4", "W8A8", "W8A16", "MXFP4")
+REBLOCKED = ("INT4", "W8A8", "W8A16", "MXFP4")
+FOREIGN = (*REBLOCKED, *FLOAT8)
 BLOCK = 32
 ROUNDING = 2.0**-11
 """Largest relative error of a float16 that is not subnormal."""
@@ -62,8 +71,10 @@ class _Scaled:
 def reblocked(tensor: QuantTensor) -> Reblocked:
     """`tensor` of a foreign format in one of ggml's.
 
-    Raises ConfigError (HRT-3610) when its arrays do not fit each other.
+    Raises ConfigError (HRT-3610) when its arrays do not fit each other, of 8-bit floats ModelError.
     """
+    if tensor.format in FLOAT8:
+        return _float8(tensor)
     try:
         scaled, form = _READERS[tensor.format](tensor)
     except (KeyError, ValueError, IndexError) as exc:
@@ -172,30 +183,18 @@ _BLOCKS = {"Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0}
 assert set(_BLOCKS) < set(FORMATS)
 
 
-# ---------------------------------------------------------------- saying so
+# ---------------------------------------------------------------- 8-bit floats
 
 
-@attrs.define
-class Conversions:
-    """What was re-blocked, by (from, to): how many tensors and the worst error."""
+def _float8(tensor: QuantTensor) -> Reblocked:
+    """Without blocks: no format of ggml's has a float of 8 bits, so each value becomes one of 16.
 
-    seen: dict[tuple[str, str], tuple[int, float]] = attrs.field(factory=dict)
-
-    def add(self, source: str, form: str, error: float) -> None:
-        """Count one tensor; the first of its kind is logged."""
-        count, worst = self.seen.get((source, form), (0, 0.0))
-        self.seen[source, form] = (count + 1, max(worst, error))
-        if count == 0:
-            level = logging.WARNING if error else logging.INFO
-            logger.log(level, "%s weights are kept as %s, %s", source, form, _exactness(error))
-
-    def lines(self) -> tuple[str, ...]:
-        """A sentence each."""
-        return tuple(
-            f"{count} {source} tensors are kept as {form}, {_exactness(worst)}"
-            for (source, form), (count, worst) in sorted(self.seen.items())
-        )
-
-
-def _exactness(error: float) -> str:
-    return f"values within {error:.2%} (float16 scales)" if error else "exactly"
+    Raises ModelError (HRT-2411) when its arrays do not fit each other or hold no numbers.
+    """
+    check_float8(tensor)
+    errors = {form: float8_rounding(tensor, form.lower()) for form in ("F16", "BF16", "F32")}
+    exact = [form for form in ("F16", "BF16") if errors[form] == 0]
+    near = "F16" if errors["F16"] <= ROUNDING else "F32"
+    form = exact[0] if exact else near
+    values = float8_values(tensor) if form == "F32" else float8_halves(tensor, form.lower())
+    return Reblocked(_as(tensor, form, values.view(np.uint8)), errors[form])

@@ -77,7 +77,7 @@ def test_an_inexact_conversion_is_logged_once_as_a_warning(caplog):
     b = backend_for("auto", threads=1)
     b.conversions.seen.clear()
     tensor, _ = int8(np.random.default_rng(1), (16, 64))
-    with caplog.at_level(logging.INFO, "halogen_cpu_ggml"):
+    with caplog.at_level(logging.INFO, "halogen_core.spi"):
         for _ in range(3):
             b.pack([tensor], WeightRole.LINEAR)
     (record,) = caplog.records

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.spi import FORMATS, ModelError, QuantTensor, WeightRole
+from halogen_core.spi import FLOAT8, FORMATS, ModelError, QuantTensor, WeightRole, check_float8
 from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked, Weight
@@ -25,7 +25,7 @@ from halogen_triton.planes import (
 from halogen_triton.tiles import Tiles, tileable, tiled, untiled
 
 PACKED_FORMATS = (*PLANE_FORMATS, "W8A8")
-"""Formats that stay packed on the device."""
+"""Formats that stay packed on the device; 8-bit floats become dense in the compute dtype."""
 Part = Tensor | Planes | Int8
 _BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17), "W8A16": (1, 1), "W8A8": (1, 1)}
 """Elements and bytes of a block of what `FORMATS` does not list."""
@@ -33,6 +33,9 @@ _BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17), "W8A16": (1, 1), "W8A8": (1, 1)}
 
 def check(part: QuantTensor) -> None:
     """Raises `ModelError` (HRT-2411) when the bytes do not fit format and shape."""
+    if part.format in FLOAT8:
+        check_float8(part)
+        return
     form = FORMATS.get(part.format)
     block, size = (form.block, form.bytes) if form else _BLOCKS.get(part.format, (0, 0))
     *lead, k = part.shape

@@ -28,9 +28,11 @@ from halogen_ascend.sim.plan import plan, tiers
 from halogen_ascend.sim.rope import RopeTables
 from halogen_ascend.sim.signatures import refusals
 from halogen_core.spi import (
+    FLOAT8,
     FORMATS,
     OPS,
     Capabilities,
+    Conversions,
     Cost,
     KVBlocks,
     KVCache,
@@ -69,6 +71,7 @@ class SimBackend:
     _closed: bool = False
     _trash: TrashBlock | None = None
     _buckets: Buckets = attrs.field(init=False)
+    conversions: Conversions = attrs.field(init=False, factory=Conversions)
 
     def __attrs_post_init__(self) -> None:
         self._buckets = Buckets(self.options.graph_buckets)
@@ -98,7 +101,7 @@ class SimBackend:
             name="ascend",
             device=f"ascend:sim:{part.name} ({part.cube_cores} cube cores, simulated)",
             compute_dtypes=(self.options.dtype,),
-            weight_formats={**dict.fromkeys(FORMATS, "emulated"), **native},
+            weight_formats={**dict.fromkeys((*FORMATS, *FLOAT8), "emulated"), **native},
             kv_dtypes=KV_DTYPES,
             kv_block_sizes=BLOCK_SIZES,
             graph_capture=bool(self.options.graph_buckets),
@@ -124,7 +127,7 @@ class SimBackend:
 
     def placement(self) -> tuple[Placement, ...]:
         part = self.options.part.name
-        return tuple(
+        return self.conversions.told(
             Placement(
                 op=op,
                 level=SupportLevel.NATIVE,
@@ -164,6 +167,9 @@ class SimBackend:
     # -- weights
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[DeviceBuffer]:
         packed = weights.pack(self.device, parts, role, self.options.dtype)
+        for part in parts:
+            if part.format in FLOAT8:
+                self.conversions.add_float8(part, self.options.dtype)
         self.advice.add_weight(packed)
         return packed
 

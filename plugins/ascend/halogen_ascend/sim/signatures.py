@@ -5,7 +5,15 @@ from __future__ import annotations
 from halogen_ascend.constraints import BLOCK_SIZES, MAX_GROUP, MAX_HEADS
 from halogen_ascend.sim.kvcache import KV_DTYPES
 from halogen_ascend.weights.dequantize import INT8_FORMATS
-from halogen_core.spi import FORMATS, OPS, AttentionSpec, MoESpec, OpSignature, UnsupportedOp
+from halogen_core.spi import (
+    FLOAT8,
+    FORMATS,
+    OPS,
+    AttentionSpec,
+    MoESpec,
+    OpSignature,
+    UnsupportedOp,
+)
 
 
 def refusals(signature: OpSignature, compute: str) -> tuple[str, ...]:
@@ -15,7 +23,7 @@ def refusals(signature: OpSignature, compute: str) -> tuple[str, ...]:
         said.append(f"op `{signature.op}` is unknown")
     if signature.dtype != compute:
         said.append(f"opened for `{compute}`, not `{signature.dtype}`")
-    if signature.weight_format not in (None, *FORMATS, *INT8_FORMATS):
+    if signature.weight_format not in (None, *FORMATS, *INT8_FORMATS, *FLOAT8):
         said.append(f"weight format `{signature.weight_format}` is unknown")
     if signature.kv_dtype not in (None, *KV_DTYPES):
         said.append(f"KV dtype `{signature.kv_dtype}` is not one of {', '.join(KV_DTYPES)}")

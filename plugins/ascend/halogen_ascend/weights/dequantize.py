@@ -9,7 +9,14 @@ import gguf
 import numpy as np
 import torch
 
-from halogen_core.spi import FORMATS, ConfigError, QuantTensor
+from halogen_core.spi import (
+    FLOAT8,
+    FORMATS,
+    ConfigError,
+    QuantTensor,
+    check_float8,
+    float8_values,
+)
 
 INT8_FORMATS = frozenset({"W8A8", "W8A16"})
 
@@ -19,7 +26,7 @@ def _check_size(tensor: QuantTensor) -> None:
     if form is None and tensor.format not in INT8_FORMATS:
         raise ConfigError(
             f"weight format `{tensor.format}` of `{tensor.name}` is unknown; "
-            f"known: {', '.join([*FORMATS, *sorted(INT8_FORMATS)])}",
+            f"known: {', '.join([*FORMATS, *sorted(INT8_FORMATS), *FLOAT8])}",
             code="HRT-7107",
             fix="convert the model to one of these",
         )
@@ -64,7 +71,13 @@ def stack_int8(parts: Sequence[QuantTensor]) -> tuple[str, torch.Tensor, torch.T
 
 
 def dequantize(tensor: QuantTensor) -> torch.Tensor:
-    """The float32 values, in the tensor's logical shape."""
+    """The float32 values, in the tensor's logical shape.
+
+    Raises ConfigError (HRT-7107) where its bytes do not fit, of 8-bit floats ModelError (HRT-2411).
+    """
+    if tensor.format in FLOAT8:
+        check_float8(tensor)
+        return torch.from_numpy(float8_values(tensor).reshape(tensor.shape))
     _check_size(tensor)
     if tensor.format in INT8_FORMATS:
         values, scales = int8_parts(tensor)
