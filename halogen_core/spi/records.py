@@ -82,10 +82,8 @@ class Limits:
     max_tokens: int | None = None
     max_sequences: int | None = None
     max_context: int | None = None
-    preferred_chunk: int | None = None
-    """Tokens of a prompt chunk that the device works best on."""
     token_buckets: tuple[int, ...] = ()
-    """Step sizes with a captured graph; a scheduler may prefer them."""
+    """Step sizes with a captured graph; `halogen selftest` compiles and `bench` measures these."""
 
 
 @attrs.frozen(kw_only=True)

@@ -25,6 +25,10 @@ WAVES = 2
 """Tasks one after the other on a core, in a launch of middling size."""
 
 
+QKV = 3
+"""Parts of a packed matrix that projects to queries, keys and values."""
+
+
 @attrs.define(kw_only=True)
 class Advice:
     """Sums over the packed model, and the calibration."""
@@ -34,6 +38,8 @@ class Advice:
     launch_s: float
     weight_bytes: int = 0
     macs_per_token: int = 0
+    macs_per_pair: int = 0
+    """Of attention, for a token and one that it attends to, over all layers."""
     matrices: int = 0
     kv_bytes_per_token: float = 0.0
     layers: int = 0
@@ -47,6 +53,9 @@ class Advice:
             self.weight_bytes += packed.nbytes
             self.macs_per_token += math.prod(packed.shape)
             self.matrices += 1
+            if len(packed.parts) == QKV:
+                # scores and values, each as wide as all query heads together
+                self.macs_per_pair += 2 * packed.parts[0]
 
     def set_kv(self, layout: KVLayout) -> None:
         """Learn what one cached token costs to read."""
@@ -55,9 +64,8 @@ class Advice:
 
     def limits(self, buckets: tuple[int, ...]) -> Limits:
         """A throttled part takes no step longer than the one that is still bound by memory."""
-        chunk = self.part.ridge_tokens(self.heat.clock_share)
-        most = chunk if self.heat.throttled else None
-        return Limits(max_tokens=most, preferred_chunk=chunk, token_buckets=buckets)
+        most = self.part.ridge_tokens(self.heat.clock_share) if self.heat.throttled else None
+        return Limits(max_tokens=most, token_buckets=buckets)
 
     def device_seconds(self, shape: StepShape) -> float:
         """Simulated time of a step: launches, then the larger of bytes and arithmetic."""
@@ -70,6 +78,7 @@ class Advice:
         fixed += WAVES * self.part.task * launches
         moved = self.weight_bytes + shape.kv_tokens * self.kv_bytes_per_token
         macs = self.macs_per_token * (-(-tokens // 16) * 16)
+        macs += self.macs_per_pair * shape.prefill_pairs
         peak = self.part.macs_per_second(2) * self.part.cube_cores * self.heat.clock_share
         return fixed + max(moved / self.part.hbm_bandwidth, macs / peak)
 

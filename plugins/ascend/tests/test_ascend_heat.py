@@ -13,7 +13,7 @@ from test_ascend_engine import engine_of
 
 from halogen_ascend.captured import Captured
 from halogen_ascend.heat import Heat, Reading
-from halogen_ascend.npu.backend import NpuBackend
+from halogen_ascend.npu.backend import RIDGE, NpuBackend
 from halogen_ascend.npu.heat_poll import PATIENCE, HeatPoll, sense
 from halogen_ascend.npu_smi import reading
 from halogen_ascend.options import sim_options
@@ -154,7 +154,7 @@ def test_a_real_parts_limits_and_predictions_follow():
     backend, shape = npu_on_cpu(), StepShape(prefill_tokens=64, decode_sequences=0, kv_tokens=64)
     for tokens in range(8, 200, 8):
         backend.observe(attrs.evolve(shape, prefill_tokens=tokens), tokens * 1e-3)
-    cool, chunk = backend.cost(shape), backend.limits().preferred_chunk
+    cool, chunk = backend.cost(shape), RIDGE.ridge_tokens(1.0)
     backend.heat.take(Reading(celsius=91, clock_share=0.5))
     assert backend.limits().max_tokens == chunk // 2
     assert backend.cost(shape).p50 == pytest.approx(2 * cool.p50)

@@ -2,6 +2,7 @@
 
 import statistics
 
+import attrs
 import pytest
 from ascend_steps import Decoder, open_sim, step
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ def loaded_backend(name="910B2"):
     made = open_sim(name)
     made.advice.weight_bytes, made.advice.macs_per_token = 28_000_000_000, 14_000_000_000
     made.advice.matrices, made.advice.layers = 240, 40
+    made.advice.macs_per_pair = 40 * 2 * 40 * 128
     made.advice.kv_bytes_per_token = 40 * 8 * 128 * 2 * 2
     return made
 
@@ -134,9 +136,11 @@ def test_advice_follows_the_model_and_learns_the_observers_clock():
     for _ in range(50):
         backend.observe(decode, 3.0)
     assert backend.cost(decode).p50 == pytest.approx(3.0, rel=0.05)
-    limits = backend.limits()
-    assert limits.preferred_chunk & (limits.preferred_chunk - 1) == 0
-    assert limits.token_buckets == backend.options.graph_buckets
+    early, late = (
+        attrs.evolve(more, prefill_pairs=4096 * context) for context in (2048, 128 * 1024)
+    )
+    assert backend.cost(more).p50 <= backend.cost(early).p50 < 0.9 * backend.cost(late).p50
+    assert backend.limits().token_buckets == backend.options.graph_buckets
 
 
 def test_advice_is_near_what_the_device_then_takes():

@@ -113,4 +113,4 @@ class KernelMode:
         self.ops.workspace(inputs)
 
     def limits(self) -> Limits:
-        return Limits(preferred_chunk=512)
+        return Limits()

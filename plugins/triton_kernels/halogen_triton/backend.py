@@ -262,7 +262,7 @@ class TritonBackend(TorchBackend):
 
     def limits(self) -> Limits:
         buckets = self._buckets if self._graphs else ()
-        return Limits(preferred_chunk=2048, token_buckets=buckets)
+        return Limits(token_buckets=buckets)
 
     def counters(self) -> Telemetry:
         own, kernels = super().counters(), self.kernel_counts()

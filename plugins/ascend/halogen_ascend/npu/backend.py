@@ -131,9 +131,8 @@ class NpuBackend(TorchBackend):
         return (tier,)
 
     def limits(self) -> Limits:
-        chunk = RIDGE.ridge_tokens(self.heat.clock_share)
-        most = chunk if self.heat.throttled else None
-        return Limits(max_tokens=most, preferred_chunk=chunk, token_buckets=BUCKETS)
+        most = RIDGE.ridge_tokens(self.heat.clock_share) if self.heat.throttled else None
+        return Limits(max_tokens=most, token_buckets=BUCKETS)
 
     def cost(self, shape: StepShape) -> Cost | None:
         told, share = super().cost(shape), self.heat.clock_share
