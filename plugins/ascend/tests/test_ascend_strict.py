@@ -23,6 +23,7 @@ from halogen_ascend.sim.queues import (
     SlotRing,
     check_host_alignment,
     host_aligned,
+    host_like,
 )
 from halogen_core.spi import DeviceLost, OutOfDeviceMemory, Transient, WeightRole
 
@@ -98,7 +99,8 @@ def test_a_result_is_read_only_after_synchronising(backend, buffer):
 
 def test_a_copy_queue_needs_its_event_and_its_source(backend):
     queue, target = CopyQueue(backend.device), backend.device.empty((4,), "f32")
-    host = np.ones(4, np.float32)
+    host = host_like(np.ones(4, np.float32))
+    host[:] = 1
     event = queue.upload(target, host)
     with pytest.raises(MissingSynchronize, match="queue `copy`"):
         backend.ops.add(target, target)
@@ -112,7 +114,7 @@ def test_a_copy_queue_needs_its_event_and_its_source(backend):
 
 def test_ring_slots_are_reused_only_after_their_event(backend):
     queue, ring = CopyQueue(backend.device), SlotRing(3)
-    hosts = [np.zeros(4, np.float32) for _ in range(3)]
+    hosts = [host_like(np.zeros(4, np.float32)) for _ in range(3)]
     targets = [backend.device.empty((4,), "f32") for _ in range(3)]
     before = backend.device.hbm.pools["temp"].allocations
     for turn in range(20):
@@ -124,7 +126,9 @@ def test_ring_slots_are_reused_only_after_their_event(backend):
     assert backend.device.hbm.pools["temp"].allocations == before
 
 
-def test_host_buffers_for_transfer_are_aligned():
+def test_host_buffers_for_transfer_are_aligned(backend):
+    with pytest.raises(PlacementError, match="not aligned"):
+        CopyQueue(backend.device).upload(backend.device.empty((2,), "f32"), host_aligned(16)[8:])
     good = host_aligned(1000)
     check_host_alignment(good)
     assert good.nbytes == 1000

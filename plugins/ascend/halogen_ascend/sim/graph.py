@@ -10,20 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import attrs
+import numpy as np
 
 from halogen_ascend.buckets import Buckets
 from halogen_ascend.padding import STEP_ARRAYS, TrashBlock, pad
 from halogen_ascend.sim.buffer import DeviceBuffer
 from halogen_ascend.sim.device import Recorded, SimDevice
+from halogen_ascend.sim.queues import CopyQueue, SlotRing, host_like
 from halogen_core.spi import Sampled, StepBatch, StepMeta
 
+STAGES = 2
+"""Sets of host memory that steps are copied from: one is filled while the other is read."""
 
-@attrs.frozen(eq=False)
+
+@attrs.define(eq=False)
 class StepInputs:
     """The device side of a step's host arrays."""
 
     device: SimDevice
     buffers: dict[str, DeviceBuffer]
+    _staged: list[dict[str, np.ndarray]] = attrs.field(factory=list, init=False)
+    """Host memory that copies read from, a slot of the ring each."""
+    _copies: CopyQueue = attrs.field(init=False)
+    _ring: SlotRing = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._copies, self._ring = CopyQueue(self.device), SlotRing(STAGES)
 
     @classmethod
     def upload(cls, device: SimDevice, batch: StepBatch) -> StepInputs:
@@ -31,9 +43,19 @@ class StepInputs:
         return cls(device, {name: device.copy_in(getattr(batch, name)) for name in STEP_ARRAYS})
 
     def refill(self, batch: StepBatch) -> None:
-        """The same buffers with another batch of the same shape."""
+        """The same buffers with another batch of the same shape, by the copy queue."""
+        if not self._staged:
+            arrays = {name: getattr(batch, name) for name in self.buffers}
+            self._staged = [
+                {name: host_like(array) for name, array in arrays.items()} for _ in range(STAGES)
+            ]
+        slot = self._ring.take(self._copies)
         for name, buffer in self.buffers.items():
-            self.device.fill(buffer, getattr(batch, name))
+            staged = self._staged[slot][name]
+            staged[...] = getattr(batch, name)
+            event = self._copies.upload(buffer, staged)
+        self._ring.put(slot, event)
+        self._copies.wait(event)
 
     def meta(self, batch: StepBatch) -> StepMeta[DeviceBuffer]:
         return StepMeta(host=batch, sampling=None, **self.buffers)

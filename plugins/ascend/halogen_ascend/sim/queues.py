@@ -32,7 +32,11 @@ class CopyQueue:
     _open: list[tuple[int, DeviceBuffer, np.ndarray, bytes]] = attrs.field(factory=list)
 
     def upload(self, buffer: DeviceBuffer, host: np.ndarray) -> Event:
-        """Start a copy; neither `buffer` nor `host` may be touched before `wait`."""
+        """Start a copy; neither `buffer` nor `host` may be touched before `wait`.
+
+        Raises `PlacementError` for host memory that is not aligned.
+        """
+        check_host_alignment(host)
         ticket = self.device.submitted.get(self.name, 0) + 1
         self.device.submitted[self.name] = ticket
         buffer.allocation.ticket = (self.name, ticket)
@@ -83,9 +87,14 @@ def host_aligned(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
+def host_like(array: np.ndarray) -> np.ndarray:
+    """Such memory of the array's shape and dtype."""
+    return host_aligned(array.nbytes).view(array.dtype).reshape(array.shape)
+
+
 def check_host_alignment(host: np.ndarray) -> None:
     """Raises `PlacementError` for memory that a transport cannot map."""
-    if host.ctypes.data % HOST_ALIGN:
+    if host.nbytes and host.ctypes.data % HOST_ALIGN:
         raise PlacementError(
             f"host buffer at {host.ctypes.data:#x} is not aligned to {HOST_ALIGN} bytes",
             fix="take it from `host_aligned`, or let it be copied",
