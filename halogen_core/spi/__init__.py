@@ -41,6 +41,7 @@ from halogen_core.spi.float8 import (
     float8_rounding,
     float8_values,
 )
+from halogen_core.spi.costs import LinearCost
 from halogen_core.spi.formats import FORMATS, WeightFormat
 from halogen_core.spi.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from halogen_core.spi.memory import (
@@ -164,6 +165,7 @@ __all__ = [
     "KernelPack",
     "LayerConfig",
     "Limits",
+    "LinearCost",
     "MemoryPlan",
     "MemoryRequest",
     "MemoryTier",

@@ -16,6 +16,7 @@ from halogen_core.errors import ConfigError
 from halogen_core.spi.abilities import KernelPack
 from halogen_core.spi.backend import Capabilities, Replay
 from halogen_core.spi.conversions import Conversions
+from halogen_core.spi.costs import LinearCost
 from halogen_core.spi.float8 import FLOAT8
 from halogen_core.spi.formats import FORMATS
 from halogen_core.spi.memory import (
@@ -41,7 +42,6 @@ from halogen_core.spi.ops import OPS, Ops
 from halogen_core.spi.records import BackendOptions, Cost, Limits, StepShape, Telemetry
 from halogen_core.spi.step import Sampled, StepBatch, StepMeta
 from halogen_core.torch_backend import host_memory, kv, scaled, weights
-from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
 from halogen_core.torch_backend.ops import TorchOps

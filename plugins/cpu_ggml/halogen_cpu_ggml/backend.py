@@ -21,6 +21,7 @@ from halogen_core.spi import (
     KVLayout,
     KVSpec,
     Limits,
+    LinearCost,
     MemoryPlan,
     MemoryRequest,
     MemoryTier,
@@ -41,7 +42,6 @@ from halogen_core.spi import (
     check_kv_blocks,
 )
 from halogen_cpu_ggml import binding, memory, weights
-from halogen_cpu_ggml.costs import CostModel
 from halogen_cpu_ggml.inputs import Capacity, StepInputs
 from halogen_cpu_ggml.kernel_mode import KernelMode
 from halogen_cpu_ggml.locking import Locks, locked_bytes
@@ -69,7 +69,7 @@ class GgmlBackend:
         self.arena = SharedArena(WORKSPACE_LIMIT)
         kernel_mode = KernelMode.open(settings, self.recorder)
         self.mode: Mode = GgmlMode(self.recorder) if kernel_mode is None else kernel_mode
-        self.costs = CostModel()
+        self.costs = LinearCost()
         self.tally: dict[str, float] = {"captures": 0, "replays": 0}
         self.captured: list[Captured] = []
         self.held_weights = 0

@@ -23,6 +23,7 @@ from halogen_core.spi import (
     WeightRole,
     kv_block_shape,
 )
+from halogen_core.spi.costs import LinearCost
 from halogen_core.spi.testing import (
     Handle,
     OpaqueBackend,
@@ -31,7 +32,6 @@ from halogen_core.spi.testing import (
     step_batch,
     tiny_checkpoint,
 )
-from halogen_core.torch_backend.cost import LinearCost
 from halogen_core.torch_backend.host_memory import divide, host_tier
 from halogen_core.torch_backend.step import upload_arrays
 

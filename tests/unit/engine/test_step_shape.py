@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from halogen_core.engine.batch import step_shape
 from halogen_core.spi import StepShape
-from halogen_core.torch_backend.cost import LinearCost
+from halogen_core.spi.costs import LinearCost
 
 
 def test_shapes_count_what_every_token_attends_to():

@@ -32,7 +32,7 @@ from halogen_core.simulation.device import PROFILES, DeviceProfile, load_profile
 from halogen_core.simulation.plot import line_plot
 from halogen_core.simulation.simulator import Simulator
 from halogen_core.spi import StepShape
-from halogen_core.torch_backend.cost import LinearCost
+from halogen_core.spi.costs import LinearCost
 
 SMALL = DeviceProfile(
     name="small", weight_bytes=1e9, kv_bytes_per_token=1e5, bandwidth=1e11, compute=5e3
