@@ -68,6 +68,9 @@ class Shapes:
     def __contains__(self, name: str) -> bool:
         return True
 
+    def __iter__(self):
+        return iter(())
+
     def tensor(self, name: str) -> QuantTensor:
         sizes = {
             "token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN), "output_norm": (HIDDEN,),
