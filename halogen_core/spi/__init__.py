@@ -94,6 +94,7 @@ from halogen_core.spi.records import (
     StepShape,
     Telemetry,
 )
+from halogen_core.spi.refusals import pool_refusal
 from halogen_core.spi.step import Carried, Sampled, SamplingBatch, StepBatch, StepMeta
 
 if TYPE_CHECKING:
@@ -216,4 +217,5 @@ __all__ = [
     "hookimpl",
     "kv_block_shape",
     "kv_row_bytes",
+    "pool_refusal",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from halogen_core.errors import OutOfMemory
 from halogen_core.spi.memory import MemoryPlan, MemoryRequest, MemoryTier, PoolPlan
+from halogen_core.spi.refusals import pool_refusal
 
 _GIB = 1 << 30
 
@@ -51,13 +51,7 @@ def divide(tier: MemoryTier, request: MemoryRequest, *, held_static: int) -> Mem
     short = request.kv_bytes is not None and wanted > left
     reasons = _arithmetic(tier, request, still_static, left, blocks)
     if short or blocks < request.min_blocks:
-        need = max(wanted if short else 0, (request.min_blocks + 1) * per_block)
-        raise OutOfMemory(
-            f"the KV pool needs {need / _GIB:.2f} GiB and {max(0, left) / _GIB:.2f} GiB are left "
-            f"({'; '.join(reasons)})",
-            fix="lower --max-context or --host-reserve, choose a smaller kv dtype, or a smaller "
-            "or quantised model",
-        )
+        raise pool_refusal(request, left=left, extra=per_block, reasons=reasons)
     sizes = {
         "static": request.static_bytes,
         "dynamic": (blocks + 1) * per_block,

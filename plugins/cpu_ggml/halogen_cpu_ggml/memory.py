@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halogen_core.spi import MemoryPlan, MemoryRequest, MemoryTier, OutOfMemory, PoolPlan
+from halogen_core.spi import MemoryPlan, MemoryRequest, MemoryTier, PoolPlan, pool_refusal
 
 LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 USAGE = ("sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -36,7 +36,7 @@ def divide(request: MemoryRequest, tier: MemoryTier, held: int = 0) -> MemoryPla
 
     `held` bytes of weights are packed already, so the tier's free bytes do not hold them any more.
 
-    Raises OutOfMemory (HRT-3608) with the arithmetic when fewer than `min_blocks` fit.
+    Raises OutOfMemory with the arithmetic when fewer than `min_blocks` fit.
     """
     block = request.kv_layout.bytes_per_block
     fixed = request.temp_bytes + request.graph_bytes + request.host_reserve
@@ -55,11 +55,7 @@ def divide(request: MemoryRequest, tier: MemoryTier, held: int = 0) -> MemoryPla
         f"KV {blocks} blocks of {block} bytes = {blocks * block // MIB} MiB",
     )
     if blocks < request.min_blocks:
-        raise OutOfMemory(
-            f"{blocks} KV blocks fit, {request.min_blocks} are needed: " + "; ".join(reasons),
-            code="HRT-3608",
-            fix="use a shorter context, a smaller KV dtype or a smaller model",
-        )
+        raise pool_refusal(request, left=left, reasons=reasons)
     pools = (
         PoolPlan(name="static", tier=tier.name, bytes=request.static_bytes),
         PoolPlan(name="dynamic", tier=tier.name, bytes=blocks * block),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halogen_ascend.sim.device import PCIE_BYTES, SimDevice
 from halogen_ascend.sim.memory import gib
-from halogen_core.spi import MemoryPlan, MemoryRequest, MemoryTier, OutOfMemory, PoolPlan
+from halogen_core.spi import MemoryPlan, MemoryRequest, MemoryTier, PoolPlan, pool_refusal
 
 
 def tiers(device: SimDevice) -> tuple[MemoryTier, ...]:
@@ -51,11 +51,7 @@ def plan(device: SimDevice, request: MemoryRequest) -> MemoryPlan:
         f"{PCIE_BYTES / 1e9:.0f} GB/s",
     )
     if blocks < request.min_blocks or (left < budget and request.kv_bytes is not None):
-        raise OutOfMemory(
-            f"{blocks} KV blocks of {per_block} bytes fit, {request.min_blocks} are needed; "
-            + "; ".join(reasons[:3]),
-            fix="lower the context, --max-batch-tokens or the graph buckets, or quantise weights",
-        )
+        raise pool_refusal(request, left=left, extra=slack, reasons=reasons[:3])
     dynamic = blocks * per_block + slack
     sizes = {
         "static": static,
