@@ -1,12 +1,14 @@
 """Doctor rules on captured text; no NPU, no driver."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from halogen_ascend.captured import Captured
 from halogen_ascend.doctor import checks
 from halogen_ascend.doctor.machine import pair_finding, pcie_findings
-from halogen_ascend.doctor.packages import impostors, owner
+from halogen_ascend.doctor.packages import impostors, owner, runtime
 from halogen_ascend.import_errors import explain_import_error
 from halogen_ascend.npu_smi import clocks, table, version
 from halogen_core.spi import DoctorContext, Severity
@@ -27,6 +29,23 @@ def put(root, path, content):
     target = root / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(content)
+
+
+def broken_torch_npu():
+    return subprocess.CompletedProcess(
+        [], 1, "", "ModuleNotFoundError: No module named 'torch_npu'"
+    )
+
+
+def test_who_has_no_npu_is_told_so_in_one_calm_line(tmp_path):
+    source = Captured(DoctorContext(root=str(tmp_path), live=False))
+    (calm,) = runtime(source, installed=False, run=broken_torch_npu)
+    assert (calm.severity, calm.fix) == (Severity.OK, "")
+    assert "ascend:sim" in calm.text
+    put(tmp_path, "dev/davinci0", "")
+    (told,) = runtime(source, installed=False, run=broken_torch_npu)
+    assert told.severity is Severity.INFO
+    assert "pip install torch-npu" in told.fix
 
 
 def test_the_table_of_chips():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 
 import importlib_metadata
 
 from halogen_ascend.captured import Captured
-from halogen_ascend.probe import ask_torch_npu, count_devices
+from halogen_ascend.probe import Run, ask_torch_npu, count_devices
 from halogen_core.spi import ENTRY_POINT_GROUP, Finding, Severity
 
 OURS = "halogen-ascend"
@@ -25,13 +27,29 @@ def findings(source: Captured) -> Iterator[Finding]:
         return
     yield from impostors({d.name: d.version for d in importlib_metadata.distributions()})
     yield from owner(_owners())
-    count, reasons = count_devices(ask_torch_npu)
+    yield from runtime(source, installed=find_spec("torch_npu") is not None, run=ask_torch_npu)
+
+
+def runtime(source: Captured, *, installed: bool, run: Run) -> Iterator[Finding]:
+    """Whether torch_npu works; who has no NPU and does not ask for one is not told to install it."""
+    if not installed and not has_npu(source):
+        calm = "no Ascend NPU here; --device ascend:sim:910B2 simulates one"
+        yield Finding(code="HRT-7110", severity=Severity.OK, text=calm)
+        return
+    count, reasons = count_devices(run)
     for reason in reasons:
         yield Finding(code="HRT-7110", severity=Severity.INFO, text=reason.text, fix=reason.hint)
     if count:
         yield Finding(
             code="HRT-7110", severity=Severity.OK, text=f"torch_npu sees {count} device(s)"
         )
+
+
+def has_npu(source: Captured) -> bool:
+    """A device node, the vendor's software or its tool is here."""
+    root = Path(source.context.root)
+    traces = [*root.glob("dev/davinci[0-9]*"), *root.glob("usr/local/Ascend/*")]
+    return bool(traces) or source.output("npu-smi info") is not None
 
 
 def impostors(installed: Mapping[str, str]) -> Iterator[Finding]:
