@@ -8,13 +8,14 @@ that a step reads, and at most compute over its operations.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import attrs
 
 from halogen_core.errors import ConfigError
-from halogen_core.spi import Checkpoint, DecoderConfig, KVSpec, kv_row_bytes
+from halogen_core.spi import Checkpoint, DecoderConfig, KVSpec, QuantTensor, kv_row_bytes
 
 
 @attrs.frozen(kw_only=True)
@@ -123,8 +124,20 @@ def kv_read_bytes(decoder: DecoderConfig, dtype: str, context: int) -> int:
     return int(per * seen)
 
 
-def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, int]:
-    """(bytes, elements) of weights that one token reads; of experts only the chosen ones."""
+def stored_bytes(tensor: QuantTensor) -> int:
+    """Of a tensor with its scales, as in the file."""
+    return tensor.data.nbytes + sum(scales.nbytes for scales in tensor.aux.values())
+
+
+def active_share(
+    checkpoint: Checkpoint,
+    decoder: DecoderConfig,
+    kept: Callable[[QuantTensor], int] = stored_bytes,
+) -> tuple[int, int]:
+    """(bytes, elements) of weights that one token reads; of experts only the chosen ones.
+
+    `kept` tells the bytes of a tensor on the device.
+    """
     moe = decoder.layers[0].moe
     share = moe.top_k / moe.num_experts if moe else 1.0
     size = elements = 0.0
@@ -133,7 +146,7 @@ def active_share(checkpoint: Checkpoint, decoder: DecoderConfig) -> tuple[int, i
             continue
         tensor = checkpoint.tensor(name)
         part = share if "_exps." in name else 1.0
-        size += part * (tensor.data.nbytes + sum(scales.nbytes for scales in tensor.aux.values()))
+        size += part * kept(tensor)
         elements += part * prod(tensor.shape)
     return int(size), int(elements)
 

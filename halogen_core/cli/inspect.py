@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from halogen_core.cli.bounds import stored_bytes
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
 
@@ -47,7 +48,7 @@ def describe(config: Config, model: str, tensors: bool) -> dict[str, Any]:
         "path": checkpoint.path,
         "architecture": checkpoint.architecture,
         "content_id": checkpoint.content_id,
-        "bytes": sum(row.data.nbytes for row in rows),
+        "bytes": sum(stored_bytes(row) for row in rows),
         "formats": dict(Counter(row.format for row in rows)),
         "vocab_size": tokenizer.vocab_size,
         "end_token_ids": sorted(tokenizer.end_token_ids),

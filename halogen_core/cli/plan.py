@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
+from math import prod
 from typing import Any
 
 import attrs
@@ -20,11 +22,12 @@ from halogen_core.cli.bounds import (
     find_profile,
     kv_bytes_per_token,
     kv_read_bytes,
+    stored_bytes,
 )
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
 from halogen_core.errors import ConfigError, OutOfMemory
-from halogen_core.spi import FORMATS, Checkpoint, DecoderConfig
+from halogen_core.spi import Checkpoint, DecoderConfig, QuantTensor
 
 GIB = 1 << 30
 
@@ -85,7 +88,8 @@ def plan(
     """The plan as data; raises `OutOfMemory` with the arithmetic when it cannot fit."""
     _check_workload(profile, work)
     tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
-    static = sum(_packed_bytes(t.format, t.data.nbytes, profile) for t in tensors)
+    kept = partial(_packed_bytes, profile=profile)
+    static = sum(kept(tensor) for tensor in tensors)
     per_token = kv_bytes_per_token(decoder, work.kv_dtype)
     temp = workspace_bytes(decoder, work.batch_tokens)
     left = profile.free - profile.reserve - static - temp - profile.graph
@@ -104,7 +108,7 @@ def plan(
             code="HRT-3420",
             fix="use a smaller or more quantised model, a shorter --context, or --kv-dtype q8_0",
         )
-    active = active_share(checkpoint, decoder)
+    active = active_share(checkpoint, decoder, kept)
     formats = Counter(t.format for t in tensors)
     return {
         "model": checkpoint.path,
@@ -195,16 +199,11 @@ def _check_workload(profile: Profile, work: Workload) -> None:
         )
 
 
-_BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17)}
-"""Elements and bytes of what has its scales apart or is no ggml type of ours; int8: one each."""
-
-
-def _packed_bytes(form: str, stored: int, profile: Profile) -> int:
-    if profile.weight_formats.get(form) == "native":
-        return stored
-    known = FORMATS.get(form)
-    block, size = (known.block, known.bytes) if known else _BLOCKS.get(form, (1, 1))
-    return stored * block * 2 // size
+def _packed_bytes(tensor: QuantTensor, profile: Profile) -> int:
+    """On the device: as stored where that is native, else 16 bits for each element."""
+    if profile.weight_formats.get(tensor.format) == "native":
+        return stored_bytes(tensor)
+    return 2 * prod(tensor.shape)
 
 
 def _gib(size: float) -> str:

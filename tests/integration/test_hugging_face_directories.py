@@ -148,7 +148,11 @@ def test_configurations_of_transformers_4_mean_the_same(old, tmp_path):
 
 REFUSED = {
     "awq of 3 bits": ({"quantization_config": {"quant_method": "awq", "bits": 3}}, "HRT-2011", "3"),
-    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "HRT-2011", "fp8"),
+    "fp8 of other codes": (
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e3m4"}},
+        "HRT-2011",
+        "e3m4",
+    ),
     "unknown type": ({"model_type": "rwkv7"}, "HRT-2005", "rwkv7"),
     "no type": ({"model_type": None}, "HRT-2005", "None"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic"}}, "HRT-2014", "dynamic"),

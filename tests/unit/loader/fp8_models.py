@@ -8,6 +8,10 @@ import torch
 import transformers
 from fp8_files import Fp8, write_fp8
 
+from halogen_core.loader import open_model
+from halogen_core.models import Decoder, config_of, kv_spec
+from halogen_core.spi.testing import Share, step_batch
+
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 97, 23)]
 SIZES = {
     "vocab_size": 97,
@@ -68,3 +72,21 @@ def _fused(key, state):
     experts = range(MOE["num_experts"])
     each = [torch.cat([state[f"{layer}.{e}.{p}.weight"] for p in parts]) for e in experts]
     return torch.stack(each)
+
+
+def our_logits(directory, backend, kv_dtype="f32"):
+    """Of `TOKENS` by a backend: float32 [T, V]."""
+    checkpoint = open_model(directory)
+    config = config_of(checkpoint)
+    decoder = Decoder.load(config, checkpoint, backend)
+    layout = backend.kv_layout(kv_spec(config, dtype=kv_dtype, block_size=16))
+    kv = backend.kv_alloc(layout, 4)
+    share = Share(tokens=tuple(TOKENS), blocks=(3, 1), start=0, all_logits=True)
+    return backend.download(
+        decoder.logits(backend.ops, backend.upload_step(step_batch([share], 16)), kv)
+    )
+
+
+def distance(got, want):
+    """Largest difference of logits in standard deviations of theirs."""
+    return np.abs(got - want).max() / want.std()

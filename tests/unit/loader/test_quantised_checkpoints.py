@@ -90,7 +90,11 @@ REFUSED = {
     "awq with odd groups": {"quant_method": "awq", "bits": 4, "group_size": 0},
     "a list": ["awq"],
     "no groups": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    "fp8": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+    "fp8 of no layers": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+    },
     "stored activation scales": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
