@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi import (
+    FLOAT8,
     FORMATS,
     BackendOptions,
     Capabilities,
@@ -114,7 +115,7 @@ class TritonBackend(TorchBackend):
         formats = dict.fromkeys(("F32", "F16", "BF16", *packing.PACKED_FORMATS), "native")
         return attrs.evolve(
             super().capabilities(),
-            weight_formats=formats,
+            weight_formats=formats | dict.fromkeys(FLOAT8, "emulated"),
             kv_block_sizes=tuple(sorted(kv.BLOCK_SIZES, key=self._awkward)),
             graph_capture=self._graphs,
             # whoever arrives last adds parts in their order: the same step gives the same bits
