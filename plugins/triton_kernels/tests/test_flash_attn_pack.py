@@ -28,7 +28,7 @@ from halogen_triton import flash_attn_pack
 from halogen_triton.backend import TritonBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_triton_backend import SMALL, item, open_runner
+from test_triton_backend import DEVICE, SMALL, item, open_runner
 from tiny_models import tiny
 
 CALLS = []
@@ -81,7 +81,7 @@ def flash_attn(monkeypatch):
 
 def backend(**extra):
     options = BackendOptions(extra={"dtype": "bf16", **extra})
-    return TritonBackend(options, tuning=SMALL, device="cpu", name="cuda")
+    return TritonBackend(options, tuning=SMALL, device=DEVICE, name="cuda")
 
 
 def with_pack(**extra):
@@ -129,7 +129,7 @@ def test_windows_and_softcap_mean_the_same(flash_attn, window, softcap):
         rng = torch.Generator().manual_seed(0)
         runner.kv.payload.data.copy_(torch.randn(runner.kv.payload.data.shape, generator=rng))
         batch = build_step([item(list(range(20)), 13, 7, [2])], 256).batch
-        q = torch.randn(7, 64, generator=rng).bfloat16()
+        q = torch.randn(7, 64, generator=rng).bfloat16().to(opened.device)
         meta = opened.upload_step(batch)
         results.append(opened.ops.attention(q, runner.kv, 0, meta, spec).float())
     assert len(CALLS) == 1

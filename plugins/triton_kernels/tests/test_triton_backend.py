@@ -161,7 +161,8 @@ def test_tied_tables_are_held_once():
 def test_every_op_is_native_or_says_why():
     placements = {p.op: p for p in triton_backend().placement()}
     fallbacks = {op for op, p in placements.items() if p.level != "native"}
-    assert fallbacks == {"add", "select_rows"}
+    # plain torch, which runs these on a GPU as it stands
+    assert fallbacks == ({"add", "select_rows"} if DEVICE == "cpu" else set())
     assert all(placements[op].reasons for op in fallbacks)
 
 
@@ -186,6 +187,6 @@ def test_captured_steps_are_in_the_plan():
     def graph_bytes():
         return {pool.name: pool.bytes for pool in backend.plan(request).pools}["graph"]
 
-    before = graph_bytes()
-    backend._graphs = True
-    assert (before, graph_bytes()) == (0, GRAPH_BYTES)
+    for graphs, expected in ((False, 0), (True, GRAPH_BYTES)):
+        backend._graphs = graphs
+        assert graph_bytes() == expected

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_triton_backend import item, open_runner, triton_backend
 
 DEVICE = os.environ.get("HALOGEN_TEST_DEVICE", "cpu")
-WIDE = Launch(block_n=32, block_m=16, block_k=64)
+WIDE = Launch(block_n=32, block_m=16, block_k=128)
 RULES = {
     kind: (Rule(launch=WIDE),)
     for kind in ("plane_gemv", "plane_gemm", "int8_gemm", "dense_gemv", "dense_gemm", "prefill")
