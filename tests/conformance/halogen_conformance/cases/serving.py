@@ -18,6 +18,8 @@ from halogen_conformance.served import Ask, Server, asks
 ROOMY = ("--max-batch", "16", "--max-context", "512", "--max-batch-tokens", "256")
 SOAK_S = float(os.environ.get("HALOGEN_CONFORM_SOAK_S", "20"))
 """Longer for a certificate that means to run for weeks."""
+ALONE = ("faults/hang", "soak/memory")
+"""A busy machine must not look like a hang, nor slow the waves that show a leak."""
 SLOPE_BYTES = 24 << 10
 """Resident memory that a request may cost for good."""
 
@@ -50,8 +52,7 @@ def cases() -> Iterator[Case]:
             run=run,
             device=False,
             timeout_s=limit,
-            # the others measure times of recovery or memory
-            alone=not name.startswith("serving/"),
+            alone=name in ALONE,
         )
 
 
