@@ -39,6 +39,13 @@ def machine() -> dict[str, str]:
     }
 
 
+def command(report: dict) -> str:
+    """As it was given, less the folder of the report."""
+    words = report["command"][1:]
+    at = words.index("--out") if "--out" in words else len(words)
+    return " ".join(["halogen", *words[:at], *words[at + 2 :]])
+
+
 def summary(report: dict, folder: Path) -> dict:
     """What is worth keeping: versions, counts, gaps, cases neither passed nor filtered."""
     filtered = Counter(
@@ -49,7 +56,7 @@ def summary(report: dict, folder: Path) -> dict:
         "plugin": {k: report["plugin"][k] for k in ("distribution", "version")},
         "suite": report["suite"],
         "machine": machine(),
-        "command": " ".join(["halogen", *report["command"][1:]]),
+        "command": command(report),
         **{key: report[key] for key in KEPT if key in report},
         "objections": objections(folder),
         "filtered_by": dict(filtered.most_common()),
