@@ -71,6 +71,7 @@ def command(  # noqa: PLR0913 - a command line has many flags
             report["flash"] = fit_flash(engine, works[0].batch, save, say)
         else:
             report["results"] = measure_all(engine, works, runs, find(profile, engine), say)
+        report["gauges"] = gauges(engine)
     finally:
         engine.close()
     _write(report, out, as_json)
@@ -113,6 +114,11 @@ def about(engine: Engine) -> dict[str, Any]:
         "kv_dtype": info.kv_dtype,
         "block_size": info.block_size,
     }
+
+
+def gauges(engine: Engine) -> dict[str, float]:
+    """What the backend tells right after the work: clocks, watts and heat, where it has sensors."""
+    return dict(engine.runner.backend.counters().gauges)
 
 
 def find(name: str | None, engine: Engine) -> Profile | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi import (
@@ -22,14 +24,16 @@ from halogen_core.spi import (
     OutOfDeviceMemory,
     PackedWeight,
     QuantTensor,
+    StepBatch,
+    StepMeta,
     Telemetry,
     WeightRole,
 )
 from halogen_rocm.direct_read import file_span, read_span
 from halogen_rocm.faults import explain
 from halogen_rocm.locking import WorkingSet, locked_bytes, policy
-from halogen_rocm.memory import RESERVE, Ledger, device_tier, host_tier
-from halogen_rocm.platform import Gpu, Platform, read_platform
+from halogen_rocm.memory import RESERVE, Ledger, device_tier, hip_shortfall, host_tier
+from halogen_rocm.platform import Gpu, Platform, compaction_stalls, read_platform
 from halogen_rocm.sensors import BUSY, Sensors, read_sensors, throttle_suspected
 from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
@@ -87,6 +91,9 @@ class RocmBackend(TritonBackend):
         self._held_kv = 0
         self._best = Sensors()
         log.info("Using device: %s", self.description)
+        hip_total = self._hip_memory()[1]
+        if hip_total is not None and (short := hip_shortfall(gpu, hip_total)):
+            log.warning(short)
 
     def capabilities(self) -> Capabilities:
         own = super().capabilities()
@@ -99,24 +106,38 @@ class RocmBackend(TritonBackend):
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         try:
-            weight = super().pack([_read(part) for part in parts], role)
+            with explained():
+                weight = super().pack([_read(part) for part in parts], role)
         except torch.OutOfMemoryError as exc:
             asked = sum(part.data.nbytes for part in parts)
             raise self._out_of_memory("static", asked) from exc
-        except RuntimeError as exc:
-            raise _told(exc) from exc
         self.working_set.add(_tensors(weight.payload))
         return weight
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
         size = layout.bytes_per_block * (num_blocks + 1)
         try:
-            cache = super().kv_alloc(layout, num_blocks)
+            with explained():
+                cache = super().kv_alloc(layout, num_blocks)
         except torch.OutOfMemoryError as exc:
             raise self._out_of_memory("dynamic", size) from exc
         self._held_kv += size
         self.working_set.add(cache.payload.tensors)
         return cache
+
+    # a kernel's fault is told where the host next waits for the device
+
+    def upload_step(self, batch: StepBatch) -> StepMeta[Tensor]:
+        with explained():
+            return super().upload_step(batch)
+
+    def download(self, array: Tensor) -> NDArray[Any]:
+        with explained():
+            return super().download(array)
+
+    def synchronize(self) -> None:
+        with explained():
+            super().synchronize()
 
     def counters(self) -> Telemetry:
         own = super().counters()
@@ -125,7 +146,13 @@ class RocmBackend(TritonBackend):
             "locked_bytes": float(locked_bytes(self.root)),
             "working_set_bytes": float(self.working_set.asked),
         }
-        return Telemetry(counters=own.counters, gauges={**own.gauges, **gauges, **self._sensors()})
+        return Telemetry(
+            counters={
+                **own.counters,
+                "host_compaction_stalls": float(compaction_stalls(self.root)),
+            },
+            gauges={**own.gauges, **gauges, **self._sensors()},
+        )
 
     def _sensors(self) -> dict[str, float]:
         """The GPU's sensors, and whether it seems to throttle against its best reading so far."""
@@ -148,7 +175,7 @@ class RocmBackend(TritonBackend):
             platform,
             gpu,
             ledger=self._ledger(),
-            hip_free=self._hip_free(),
+            hip_free=self._hip_memory()[0],
             reserve=self.reserve,
         )
 
@@ -161,10 +188,12 @@ class RocmBackend(TritonBackend):
     def _ledger(self) -> Ledger:
         return Ledger(device_bytes=self._held_static + self._held_kv)
 
-    def _hip_free(self) -> int | None:
+    def _hip_memory(self) -> tuple[int, int] | tuple[None, None]:
+        """Free and total bytes as HIP tells them; None off the device."""
         if self.device.type != "cuda" or not torch.cuda.is_available():
-            return None
-        return int(torch.cuda.mem_get_info()[0])
+            return None, None
+        free, total = torch.cuda.mem_get_info()
+        return int(free), int(total)
 
     def _out_of_memory(self, pool: str, asked: int) -> OutOfDeviceMemory:
         tier = self._device_tier()
@@ -200,9 +229,16 @@ def vars_of(payload: Any) -> tuple[Any, ...]:
     return tuple(getattr(payload, field.name) for field in attrs.fields(type(payload)))
 
 
-def _told(error: RuntimeError) -> Exception:
-    """The error with what its text means, where it is known."""
-    fault = explain(str(error))
-    if fault is None:
-        return error
-    return DeviceError(f"`{fault.text}`: {fault.meaning}", code="HRT-7001", fix=fault.fix)
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Errors of the ROCm stack with what their text means, where it is known."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as exc:
+        fault = explain(str(exc))
+        if fault is None:
+            raise
+        text = f"`{fault.text}`: {fault.meaning}"
+        raise DeviceError(text, code="HRT-7001", fix=fault.fix) from exc

@@ -12,7 +12,7 @@ from pathlib import Path
 from halogen_core.spi import DoctorContext, Finding, Severity
 from halogen_rocm.findings import finding, found
 from halogen_rocm.platform import Gpu, Platform, text
-from halogen_rocm.sensors import read_sensors
+from halogen_rocm.sensors import BUSY, read_sensors
 
 FULL_CLOCK_MHZ = 2900
 HOT_C = 95
@@ -23,6 +23,7 @@ IDLE_W = 60
 def power_findings(context: DoctorContext, platform: Platform, gpu: Gpu) -> Iterator[Finding]:
     """Everything about clocks, heat and hangs."""
     yield from _clocks(gpu)
+    yield from _fabric(gpu)
     yield from _profiles(context)
     yield from _thermal(gpu)
     yield from _hang(platform, gpu)
@@ -45,6 +46,26 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
             f"power_dpm_force_performance_level is {level}",
             "write auto to it",
         )
+
+
+def _fabric(gpu: Gpu) -> Iterator[Finding]:
+    """The memory's clock; which is the highest that a box has depends on its memory."""
+    shown = text(gpu.path / "pp_dpm_fclk")
+    levels = [int(n) for n in re.findall(r"(\d+)Mhz", shown)]
+    now = re.search(r"(\d+)Mhz \*", shown)
+    if not levels or not now:
+        return
+    clock, busy = int(now.group(1)), read_sensors(gpu).busy or 0
+    what = f"memory fabric at {clock} of at most {max(levels)} MHz"
+    if busy >= BUSY and clock < max(levels):
+        yield finding(
+            "rocm.clocks.fabric",
+            Severity.WARNING,
+            f"{what} while the GPU is busy: decoding goes by memory",
+            "set the platform profile and the BIOS's power profile to performance",
+        )
+    else:
+        yield found("rocm.clocks.fabric", what)
 
 
 def _profiles(context: DoctorContext) -> Iterator[Finding]:

@@ -15,6 +15,8 @@ from halogen_rocm.platform import PAGE, Gpu, Platform
 GIB = 1 << 30
 RESERVE = 6 * GIB
 """Left to the host: kernel, page cache, desktop."""
+SEEN = 0.9
+"""Share of the driver's memory that HIP sees where all is well."""
 BANDWIDTH = 215e9
 """Bytes per second that large reads get for sure on LPDDR5X-8000 (peak 256e9)."""
 
@@ -43,6 +45,17 @@ def device_tier(
 def is_carve_out(gpu: Gpu) -> bool:
     """Whether allocations come from memory that the host does not have."""
     return not gpu.is_strix_halo or gpu.vram_total > gpu.gtt_total
+
+
+def hip_shortfall(gpu: Gpu, hip_total: int) -> str | None:
+    """What to say when HIP sees much less than the driver gives; None: nothing."""
+    total = gpu.vram_total if is_carve_out(gpu) else gpu.gtt_total
+    if hip_total >= SEEN * total:
+        return None
+    return (
+        f"HIP sees {hip_total / GIB:.1f} GiB of {total / GIB:.1f} GiB that the driver gives "
+        "(plans go by the smaller); kernels before 6.16.9 and some nightly builds see a part only"
+    )
 
 
 def _carve_out(gpu: Gpu, ledger: Ledger, hip_free: int | None) -> MemoryTier:

@@ -99,6 +99,12 @@ def read_platform(root: str = "/") -> Platform:
     )
 
 
+def compaction_stalls(root: str = "/") -> int:
+    """How often an allocation waited for memory to be compacted since boot; 0 where unknown."""
+    found = re.search(r"^compact_stall (\d+)$", text(Path(root, "proc/vmstat")), re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
 def text(path: Path) -> str:
     """A file's text; empty when it cannot be read."""
     try:

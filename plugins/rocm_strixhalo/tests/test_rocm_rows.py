@@ -12,21 +12,29 @@ import numpy as np
 import pytest
 import torch
 
+from halogen_core.cli.bench import gauges
+from halogen_core.engine.building import assemble_engine
+from halogen_core.engine.options import EngineOptions
+from halogen_core.models import config_of
 from halogen_core.spi import (
     BackendOptions,
     ConfigError,
+    DeviceError,
     DoctorContext,
     KVSpec,
     QuantTensor,
     Severity,
     WeightRole,
 )
+from halogen_core.spi.testing import tiny_checkpoint
 from halogen_rocm import locking
-from halogen_rocm.backend import RocmBackend
+from halogen_rocm.backend import RocmBackend, explained
 from halogen_rocm.doctor import findings
 from halogen_rocm.faults import FAULTS
+from halogen_rocm.memory import hip_shortfall
 from halogen_rocm.platform import read_platform
 from halogen_rocm.sensors import Sensors, read_sensors, throttle_suspected
+from halogen_triton.backend import TritonBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import tree, write
@@ -75,6 +83,11 @@ ROWS = [
      {"files": {"sys/devices/system/cpu/cpu0/cpufreq/energy_performance_preference": "power\n"}},
      "power"),
     ("rocm.clocks.tuned", INFO, {"files": {"etc/tuned/active_profile": "balanced\n"}}, "balanced"),
+    ("rocm.clocks.fabric", OK, {"files": {f"{DEVICE}/pp_dpm_fclk": "0: 600Mhz *\n1: 2000Mhz\n"}},
+     "600 of at most 2000 MHz"),
+    ("rocm.clocks.fabric", WARNING,
+     {"files": {f"{DEVICE}/pp_dpm_fclk": "0: 600Mhz *\n1: 2000Mhz\n", f"{DEVICE}/gpu_busy_percent": "99"}},
+     "decoding goes by memory"),
     ("rocm.thermal", OK, {"files": {f"{DEVICE}/gpu_busy_percent": "99"}}, "61 °C, 99 % busy"),
     ("rocm.hang", WARNING,
      {"files": {f"{DEVICE}/gpu_busy_percent": "100", f"{DEVICE}/hwmon/hwmon3/power1_average": "50000000"}},
@@ -196,6 +209,68 @@ def test_arithmetic_of_the_limit(monkeypatch):
     assert "RLIMIT_MEMLOCK is 8.0 MiB, 96.0 MiB too little (hard limit 16.0 MiB)" in text
 
 
+# -- errors, memory that HIP does not see, stalls
+
+
+@pytest.mark.parametrize("when", ["upload_step", "download", "synchronize", "kv_alloc", "pack"])
+def test_faults_are_told_where_the_host_meets_them(tmp_path, monkeypatch, when):
+    """A kernel's fault surfaces at the next wait; ours says what it means and what to do."""
+    backend = RocmBackend(BackendOptions(), root=tree(tmp_path, "A"), device="cpu")
+
+    def fail(*args):
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(TritonBackend, when, fail)
+    with pytest.raises(DeviceError, match="holds no code for gfx1151") as caught:
+        getattr(backend, when)(*ARGUMENTS[when](backend))
+    assert caught.value.code == "HRT-7001"
+    assert caught.value.fix
+
+
+def _layout(backend):
+    return backend.kv_layout(KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16))
+
+
+ARGUMENTS = {
+    "upload_step": lambda backend: [None],
+    "download": lambda backend: [torch.zeros(1)],
+    "synchronize": lambda backend: [],
+    "kv_alloc": lambda backend: [_layout(backend), 3],
+    "pack": lambda backend: [[], WeightRole.NORM],
+}
+
+
+def test_unknown_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="shapes differ"), explained():
+        raise RuntimeError("shapes differ")
+
+
+@pytest.mark.parametrize(
+    ("name", "hip_gib", "said"),
+    [("A", 124, None), ("A", 15.5, "15.5 GiB of 124.0 GiB"), ("C", 95, None), ("C", 48, "of 96.0")],
+)
+def test_what_hip_does_not_see_is_told(tmp_path, name, hip_gib, said):
+    gpu = read_platform(tree(tmp_path, name)).strix_halo
+    told = hip_shortfall(gpu, int(hip_gib * 2**30))
+    assert (told is None) == (said is None)
+    assert said is None or said in told
+
+
+def test_stalls_for_compaction_are_counted(tmp_path):
+    root = tree(tmp_path, "A")
+    backend = RocmBackend(BackendOptions(), root=root, device="cpu")
+    assert backend.counters().counters["host_compaction_stalls"] == 0
+    write(Path(root), {"proc/vmstat": "nr_free_pages 12\ncompact_stall 37\ncompact_fail 2\n"})
+    assert backend.counters().counters["host_compaction_stalls"] == 37
+
+
+@pytest.mark.parametrize("card", ["card0", "card1", "card128"])
+def test_an_apus_card_may_have_any_number(tmp_path, card):
+    root = Path(tree(tmp_path, "A"))
+    (root / "sys/class/drm/card1").rename(root / "sys/class/drm" / card)
+    assert read_platform(str(root)).strix_halo.card == card
+
+
 # -- sensors
 
 
@@ -227,6 +302,17 @@ def test_sensors_become_gauges(tmp_path, caplog):
     assert backend.counters().gauges["throttle_suspected"] == 1
     write(Path(root), {f"{DEVICE}/gpu_busy_percent": "3"})
     assert backend.counters().gauges["throttle_suspected"] == 0
+
+
+def test_a_bench_report_holds_clock_and_heat(tmp_path):
+    root = tree(tmp_path, "A", sclk="0: 600Mhz\n1: 2900Mhz *\n")
+    checkpoint = tiny_checkpoint("llama")
+    options = EngineOptions(model_path="", model_id="tiny", end_token_ids=[], kv_bytes=8 << 20)
+    backend = RocmBackend(BackendOptions(), root=root, device="cpu")
+    engine = assemble_engine(options, backend, checkpoint, config_of(checkpoint))
+    found = gauges(engine)
+    engine.close()
+    assert (found["gpu_clock_hertz"], found["gpu_celsius"]) == (2.9e9, 61)
 
 
 def test_missing_sensors_suspect_nothing():

@@ -31,7 +31,7 @@ def findings(source: Captured) -> Iterator[Finding]:
 
 
 def runtime(source: Captured, *, installed: bool, run: Run) -> Iterator[Finding]:
-    """Whether torch_npu works; who has no NPU and does not ask for one is not told to install it."""
+    """Whether torch_npu works; who has no NPU is not told to install it."""
     if not installed and not has_npu(source):
         calm = "no Ascend NPU here; --device ascend:sim:910B2 simulates one"
         yield Finding(code="HRT-7110", severity=Severity.OK, text=calm)
