@@ -1,4 +1,4 @@
-"""The page of what is covered names files and tests that exist, and leaves no row out."""
+"""Pages of what is covered name files and tests that exist, and leave no row out."""
 
 import ast
 import re
@@ -7,13 +7,25 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[3]
-PLUGIN = REPOSITORY / "plugins" / "ascend"
-PAGE = REPOSITORY / "docs" / "reference" / "ascend-coverage.md"
-ROWS = [
-    [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in PAGE.read_text().splitlines()
-    if re.match(r"\| [CDR]\d", line)
+REPOSITORY = Path(__file__).parents[2]
+PAGES = {"ascend": "ascend-coverage.md", "rocm_strixhalo": "strix-halo-coverage.md"}
+
+
+def rows(plugin):
+    """Cells of every row: name, what, where, proved by, remark."""
+    text = (REPOSITORY / "docs" / "reference" / PAGES[plugin]).read_text()
+    lines = (line for line in text.splitlines() if re.match(r"\| [A-Z]+\d* \|", line))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+ROWS = [(plugin, *line) for plugin in PAGES for line in rows(plugin)]
+WHOLE = [
+    ("ascend", {f"C{i}" for i in range(1, 59)}),
+    ("ascend", {f"R{i}" for i in range(1, 29)}),
+    ("rocm_strixhalo", {f"P{machine}" for machine in "ABCDEFGHIJ"}),
+    ("rocm_strixhalo", {f"X{i}" for i in range(1, 7)}),
+    ("rocm_strixhalo", {f"D{i}" for i in range(5, 11)}),
+    ("rocm_strixhalo", {"A21", "A30", "A31", "A32", "B5", "B6", "B19"}),
 ]
 
 
@@ -47,18 +59,19 @@ def exists(test):
     return function in functions_by_file().get(name, ())
 
 
-def test_no_row_is_left_out_or_told_twice():
-    names = [line[0] for line in ROWS]
+@pytest.mark.parametrize(("plugin", "demanded"), WHOLE)
+def test_no_row_is_left_out_or_told_twice(plugin, demanded):
+    names = [line[0] for line in rows(plugin)]
     assert len(names) == len(set(names))
-    assert {n for n in names if n[0] == "C"} == {f"C{i}" for i in range(1, 59)}
-    assert {n for n in names if n[0] == "R"} == {f"R{i}" for i in range(1, 29)}
+    assert demanded <= set(names)
 
 
-@pytest.mark.parametrize("line", ROWS, ids=lambda line: line[0])
+@pytest.mark.parametrize("line", ROWS, ids=lambda line: f"{line[0]}-{line[1]}")
 def test_what_a_row_names_exists(line):
-    _, _, where, proof, remark = line
+    plugin, _, _, where, proof, remark = line
     for name in quoted(where):
-        assert any((base / name).exists() for base in (PLUGIN, REPOSITORY)), name
+        bases = (REPOSITORY / "plugins" / plugin, REPOSITORY)
+        assert any((base / name).exists() for base in bases), name
     for test in quoted(proof):
         assert exists(test), test
     assert quoted(proof) or remark.startswith("not here:"), "a test, or why there is none"
