@@ -32,7 +32,7 @@ _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # scales of a KV cache in fp8 are for a storage that is not ours
 _IGNORED = re.compile(
-    r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd|\.[kqv]_scale$"
+    r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq|attn_rot_embd|\.(q|k|v|kv)_scale$"
 )
 
 

@@ -215,6 +215,10 @@ DAMAGE = {
     "int8 weights": (
         lambda t: put(t, "weight", torch.ones(LINEAR["attn_q"]).char()), "HRT-2011", "I8",
     ),
+    "codes of another kind": (
+        lambda t: put(t, "weight", torch.ones(LINEAR["attn_q"]).to(torch.float8_e4m3fnuz)),
+        "HRT-2011", "FNUZ",
+    ),
     "codes that are no numbers": (odd_codes, "HRT-2411", "no numbers"),
     "zero points": (
         lambda t: put(t, "weight_zero_point", torch.ones(160, 1).to(torch.float8_e4m3fn)),
@@ -245,6 +249,13 @@ def test_fp8_without_scales_under_another_scheme_is_refused(tmp_path, method):
     directory, _ = written(tmp_path / "m", "no scales")
     error = refusal(change(directory, quant_method=method))
     assert (error.code, "F8_E5M2" in error.message) == ("HRT-2006", True)
+
+
+def test_plain_fp8_of_another_kind_is_refused(tmp_path):
+    directory, _ = written(tmp_path / "m", "no scales")
+    other = {f"{Q}.weight": torch.ones(LINEAR["attn_q"]).to(torch.float8_e5m2fnuz)}
+    error = refusal(change(directory, lambda t: t.update(other)))
+    assert (error.code, "F8_E5M2FNUZ" in error.message) == ("HRT-2006", True)
 
 
 def test_a_vector_of_fp8_is_refused(tmp_path):
