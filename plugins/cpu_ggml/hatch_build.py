@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,47 +23,70 @@ OUTPUT = ROOT / "halogen_cpu_ggml" / "_kernels.so"
 PER_ISA = ("gemm.c", "attention.c", "elementwise.c", "experts.c")
 ONCE = ("dispatch.c", "team.c", "pack.c", "sample.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-fno-math-errno"]
-X86_ISAS = {
-    "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
-    "avx2": ["-march=x86-64-v3"],
-    "scalar": [],
+# a machine's instruction sets with their flags; each set has a table in csrc/dispatch.c
+ISAS = {
+    "x86_64": {
+        "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
+        "avx2": ["-march=x86-64-v3"],
+        "scalar": [],
+    },
+    "aarch64": {"neon_dotprod": ["-march=armv8.2-a+dotprod"], "neon": [], "scalar": []},
 }
+SAME_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
 
 
-def isas() -> dict[str, list[str]]:
-    """Instruction sets to build for on this kind of machine, with their flags."""
-    return X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"scalar": []}
+def compiler() -> list[str] | None:
+    """The C compiler's command ($CC may carry arguments), if there is one."""
+    command = shlex.split(os.environ.get("CC", "")) or ["gcc"]
+    return command if shutil.which(command[0]) else None
 
 
-def compiler() -> str | None:
-    """The C compiler, if there is one."""
-    return shutil.which(os.environ.get("CC", "gcc"))
+def target(cc: list[str]) -> str:
+    """The machine that `cc` compiles for, which need not be this one."""
+    said = subprocess.run([*cc, "-dumpmachine"], capture_output=True, text=True, check=False)
+    machine = said.stdout.partition("-")[0] or platform.machine()
+    return SAME_MACHINE.get(machine, machine)
 
 
-def build(output: Path = OUTPUT) -> bool:
-    """Compile and link the kernels; False: no compiler."""
+def wheel_platform(machine: str) -> str:
+    """The platform in the name of a wheel for `machine`."""
+    name, here = sysconfig.get_platform(), platform.machine()
+    if SAME_MACHINE.get(here, here) != machine:
+        name = name.replace(here, machine)
+    return name.replace("-", "_").replace(".", "_")
+
+
+def build(output: Path = OUTPUT) -> str | None:
+    """Compile and link the kernels. Returns the machine they are for; None: no compiler."""
     cc = compiler()
     if cc is None:
-        print("no C compiler: halogen-cpu-ggml will use ggml's own ops", file=sys.stderr)
-        return False
-    have = [f"-DHX_HAVE_{isa.upper()}" for isa in isas()]
+        wanted = os.environ.get("CC", "gcc")
+        print(f"no C compiler `{wanted}`: cpu_ggml will use ggml's own ops", file=sys.stderr)
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(src, "", [*FLAGS, *have]) for src in ONCE]
-        for isa, flags in isas().items():
-            defines = [f"-DHX_ISA={isa}", f"-DHX_{isa.upper()}"]
-            jobs += [(src, isa, [*FLAGS, *flags, *defines]) for src in PER_ISA]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda job: _compile(cc, Path(folder), *job), jobs))
+        objects = compile_all(cc, Path(folder))
         linked = Path(folder) / "kernels.so"
-        subprocess.run([cc, "-shared", "-pthread", "-o", linked, *objects, "-lm"], check=True)
+        subprocess.run([*cc, "-shared", "-pthread", "-o", linked, *objects, "-lm"], check=True)
         shutil.move(linked, output)
-    return True
+    return target(cc)
 
 
-def _compile(cc: str, folder: Path, source: str, isa: str, flags: list[str]) -> str:
-    target = folder / f"{source}.{isa}.o"
-    subprocess.run([cc, *flags, "-c", ROOT / "csrc" / source, "-o", target], check=True)
-    return str(target)
+def compile_all(cc: list[str], folder: Path) -> list[str]:
+    """Object files of every kernel in each instruction set of the machine that `cc` is for."""
+    isas = ISAS.get(target(cc), {"scalar": []})
+    have = [f"-DHX_HAVE_{isa.upper()}" for isa in isas]
+    jobs = [(src, "", [*FLAGS, *have]) for src in ONCE]
+    for isa, flags in isas.items():
+        defines = [f"-DHX_ISA={isa}", f"-DHX_{isa.upper()}"]
+        jobs += [(src, isa, [*FLAGS, *flags, *defines]) for src in PER_ISA]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda job: _compile(cc, folder, *job), jobs))
+
+
+def _compile(cc: list[str], folder: Path, source: str, isa: str, flags: list[str]) -> str:
+    output = folder / f"{source}.{isa}.o"
+    subprocess.run([*cc, *flags, "-c", ROOT / "csrc" / source, "-o", output], check=True)
+    return str(output)
 
 
 if __name__ == "__main__":
@@ -76,8 +100,8 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """hatchling's hook."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if build():
-            target = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        machine = build()
+        if machine:
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{target}"
+            build_data["tag"] = f"py3-none-{wheel_platform(machine)}"
             build_data["artifacts"].append("halogen_cpu_ggml/_kernels.so")

@@ -124,7 +124,7 @@ INLINE void weigh(const int64_t type, const int R, const int WIDE, const tile *t
     }
 }
 
-#if VL == 16
+#if VL == 16 || defined(HX_ANY_NEON) // 32 registers
 #define WIDTH(R) ((R) <= 6 ? 4 : 2)
 #else
 #define WIDTH(R) ((R) <= 2 ? 4 : (R) <= 5 ? 2 : 1)

@@ -1,5 +1,8 @@
 // The kernels of the best instruction set that this machine has.
 #include "hx.h"
+#ifdef HX_HAVE_NEON_DOTPROD
+#include <sys/auxv.h>
+#endif
 
 #define DECLARE(isa) \
     extern const hx_kernel hx_##isa##_pack_q8, hx_##isa##_pack_f32, hx_##isa##_linear, \
@@ -20,6 +23,12 @@ DECLARE(avx2)
 #ifdef HX_HAVE_AVX512
 DECLARE(avx512)
 #endif
+#ifdef HX_HAVE_NEON
+DECLARE(neon)
+#endif
+#ifdef HX_HAVE_NEON_DOTPROD
+DECLARE(neon_dotprod)
+#endif
 
 static const hx_table TABLES[] = {
 #ifdef HX_HAVE_AVX512
@@ -27,6 +36,12 @@ static const hx_table TABLES[] = {
 #endif
 #ifdef HX_HAVE_AVX2
     TABLE(avx2, 6),
+#endif
+#ifdef HX_HAVE_NEON_DOTPROD
+    TABLE(neon_dotprod, 8),
+#endif
+#ifdef HX_HAVE_NEON
+    TABLE(neon, 4),
 #endif
     TABLE(scalar, 4),
 };
@@ -41,6 +56,9 @@ static int runs_here(const char *isa) {
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
             && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
             && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
+#endif
+#ifdef HX_HAVE_NEON_DOTPROD
+    if (!strcmp(isa, "neon_dotprod")) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #endif
     return 1;
 }

@@ -76,3 +76,7 @@ INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
 }
 
 #endif
+
+#if !defined(EACH_GROUP)
+#define EACH_GROUP
+#endif

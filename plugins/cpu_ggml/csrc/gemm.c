@@ -163,7 +163,7 @@ INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t 
         UNROLL(8) for (int g = part * 4; g < last; g += flush) {
             partial run[PANEL];
             EACH_ROW run[r] = begin(sum[r]);
-            for (int i = g; i < g + flush; i++) {
+            EACH_GROUP for (int i = g; i < g + flush; i++) {
                 if (i == last) break;
                 vb c = codes(f, w, i, lane);
                 EACH_ROW run[r] = dot(run[r], c, (const int8_t *)x + r * QK, i, bits);
@@ -270,6 +270,10 @@ INLINE void float_tile(const int f, const int R, const uint8_t *w, const uint8_t
 #elif PANEL == 6
 #define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
     ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) ROWS_CASE(F, KIND, 5) ROWS_CASE(F, KIND, 6) }
+#elif PANEL == 8
+#define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
+    ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) ROWS_CASE(F, KIND, 5) ROWS_CASE(F, KIND, 6) \
+    ROWS_CASE(F, KIND, 7) ROWS_CASE(F, KIND, 8) }
 #else
 #define ROWS(F, KIND) switch (rows) { ROWS_CASE(F, KIND, 1) ROWS_CASE(F, KIND, 2) \
     ROWS_CASE(F, KIND, 3) ROWS_CASE(F, KIND, 4) }

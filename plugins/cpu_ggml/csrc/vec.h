@@ -18,7 +18,16 @@
 #include <immintrin.h>
 #define VL 8
 #define PANEL 6
+#elif defined(HX_NEON_DOTPROD)
+#define HX_ANY_NEON
+#define VL 4
+#define PANEL 8
+#elif defined(HX_NEON)
+#define HX_ANY_NEON
+#define VL 4
+#define PANEL 4
 #else
+#define HX_PORTABLE
 #define VL 4
 #define PANEL 4
 #endif
@@ -73,6 +82,8 @@ INLINE vf vf_i8(const void *p) {
 INLINE vf vf_u8(const void *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)));
 }
+#elif defined(HX_ANY_NEON)
+#include "vec_neon.h"
 #else
 INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf vf_max(vf a, vf b) {
@@ -93,7 +104,7 @@ INLINE uint32_t f32_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 #if defined(__F16C__)
 INLINE float f16_f32(uint16_t h) { return _cvtsh_ss(h); }
 INLINE uint16_t f32_f16(float f) { return _cvtss_sh(f, 0); }
-#else
+#elif !defined(HX_ANY_NEON)
 INLINE float f16_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
     if (rest >= 0x0f800000) return bits_f32(sign | rest | 0x7f800000);    // inf, nan
@@ -119,7 +130,7 @@ INLINE uint8_t f32_e5m2(float f) {
     if ((h & 0x7fff) > 0x7c00) return h >> 8 | 2;
     return (h + 0x7f + (h >> 8 & 1)) >> 8;
 }
-#if !defined(HX_AVX512) && !defined(HX_AVX2)
+#if defined(HX_PORTABLE)
 INLINE vf vf_f16(const void *p) { const uint16_t *h = p; return EACH(f16_f32(h[i])); }
 INLINE void vf_to_f16(void *p, vf v) {
     for (int i = 0; i < VL; i++) ((uint16_t *)p)[i] = f32_f16(v[i]);
@@ -138,33 +149,33 @@ INLINE float vf_sum(vf v) {
     return s[0];
 }
 
-INLINE int32_t vi_sum(vi v) {
 #if defined(HX_AVX512)
-    return _mm512_reduce_add_epi32((__m512i)v);
+INLINE int32_t vi_sum(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+INLINE void vi_bytes(int8_t *out, vi v) { // the low bytes of VL integers
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)v));
+}
 #elif defined(HX_AVX2)
+INLINE int32_t vi_sum(vi v) {
     __m128i h = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v),
                               _mm256_extracti128_si256((__m256i)v, 1));
     h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
-#else
-    int32_t s = 0;
-    for (int i = 0; i < VL; i++) s += v[i];
-    return s;
-#endif
 }
-
-// the low bytes of VL integers
 INLINE void vi_bytes(int8_t *out, vi v) {
-#if defined(HX_AVX512)
-    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)v));
-#elif defined(HX_AVX2)
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v),
                                     _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)out, _mm_packs_epi16(words, words));
-#else
-    for (int i = 0; i < VL; i++) out[i] = (int8_t)v[i];
-#endif
 }
+#elif defined(HX_PORTABLE)
+INLINE int32_t vi_sum(vi v) {
+    int32_t s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+}
+INLINE void vi_bytes(int8_t *out, vi v) {
+    for (int i = 0; i < VL; i++) out[i] = (int8_t)v[i];
+}
+#endif
 
 INLINE float vf_top(vf v) {
     float s[VL];

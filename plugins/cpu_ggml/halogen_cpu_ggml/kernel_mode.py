@@ -21,7 +21,7 @@ from halogen_core.spi import (
     WeightRole,
 )
 from halogen_cpu_ggml import kv_tiles, native
-from halogen_cpu_ggml.binding import Library
+from halogen_cpu_ggml.binding import Library, refuse
 from halogen_cpu_ggml.inputs import StepInputs
 from halogen_cpu_ggml.kernel_ops import KernelOps
 from halogen_cpu_ggml.kv_tiles import TilePool
@@ -45,12 +45,22 @@ class KernelMode:
 
     @classmethod
     def open(cls, settings: Settings, recorder: Recorder) -> KernelMode | None:
-        """None: switched off, not built, or not for this CPU."""
+        """None: switched off, or `auto` and not built.
+
+        Raises BackendUnavailable (HRT-3614): the instruction set asked for is not to be had.
+        """
         if settings.kernels == "off":
             return None
         kernels = native.kernels(settings.kernels)
         if kernels is None:
-            return None
+            if settings.kernels == "auto":
+                return None
+            raise refuse(
+                "HRT-3614",
+                f"kernels is `{settings.kernels}`; this CPU lacks it or it was not built, "
+                f"{', '.join(['auto', *native.runnable(), 'off'])} are possible here",
+                "set kernels=auto",
+            )
         team = recorder.team
         team.crew = Crew.start(kernels, team.threads, team.cpus)
         return cls(KernelOps(recorder, kernels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import platform
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,12 @@ import attrs
 from halogen_core.spi import BackendUnavailable, PluginError
 
 LIBRARY = Path(__file__).parent / "_kernels.so"
+REBUILD = "reinstall halogen-cpu-ggml or run hatch_build.py"
 _P, _L, _F = C.c_void_p, C.c_int64, C.c_float
+
+ISAS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon_dotprod", "neon")}
+"""By machine, best first; every machine has `scalar` too."""
+SAME_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
 
 FORMATS = {
     name: i
@@ -215,7 +221,7 @@ class Kernels:
 
     @property
     def isa(self) -> str:
-        """`avx512`, `avx2` or `scalar`."""
+        """Their instruction set, one of `ISAS`."""
         name: bytes = self.table.isa
         return name.decode()
 
@@ -279,7 +285,14 @@ class Crew:
 def _library() -> C.CDLL | None:
     if not LIBRARY.exists():
         return None
-    lib = C.CDLL(str(LIBRARY))
+    try:
+        lib = C.CDLL(str(LIBRARY))
+    except OSError as exc:
+        raise PluginError(
+            f"the compiled kernels cannot be loaded ({exc}); they may be for another machine",
+            code="HRT-3611",
+            fix=REBUILD,
+        ) from exc
     lib.hx_kernels.restype, lib.hx_kernels.argtypes = C.POINTER(Table), [C.c_char_p]
     lib.hx_struct_size.restype, lib.hx_struct_size.argtypes = _L, [C.c_char_p]
     lib.hx_tile_size.restype, lib.hx_tile_size.argtypes = _L, [_L, _L]
@@ -292,9 +305,19 @@ def _library() -> C.CDLL | None:
             raise PluginError(
                 f"the compiled kernels disagree about `{name}`: they are from another version",
                 code="HRT-3611",
-                fix="reinstall halogen-cpu-ggml or run hatch_build.py",
+                fix=REBUILD,
             )
     return lib
+
+
+def isas(machine: str) -> tuple[str, ...]:
+    """Instruction sets that kernels are written for, as `platform.machine()` names the machine."""
+    return (*ISAS.get(SAME_MACHINE.get(machine, machine), ()), "scalar")
+
+
+def runnable() -> tuple[str, ...]:
+    """Instruction sets that are built and that this CPU has."""
+    return tuple(isa for isa in isas(platform.machine()) if kernels(isa))
 
 
 def kernels(isa: str) -> Kernels | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+
 import attrs
 
 from halogen_core.spi import BackendOptions, ConfigError
-from halogen_cpu_ggml import locking
+from halogen_cpu_ggml import locking, native
 from halogen_cpu_ggml.threads import usable_threads
 
-KERNEL_CHOICES = ("auto", "avx512", "avx2", "scalar", "off")
 SWITCH = {"on": True, "off": False}
 
 
@@ -38,7 +39,7 @@ class Settings:
         settings = cls(
             threads=threads,
             pinned=_switch(extra, "pin", default=False),
-            kernels=_choice(extra, "kernels", KERNEL_CHOICES),
+            kernels=_choice(extra, "kernels", kernel_choices()),
             mlock=_choice(extra, "mlock", locking.CHOICES),
         )
         if extra:
@@ -50,6 +51,11 @@ class Settings:
         if not 1 <= threads <= 512:
             raise ConfigError(f"threads is {threads}; 1 to 512 are possible", code="HRT-3603")
         return settings
+
+
+def kernel_choices() -> tuple[str, ...]:
+    """What the option `kernels` takes on this kind of machine."""
+    return ("auto", *native.isas(platform.machine()), "off")
 
 
 def _switch(extra: dict[str, str], key: str, *, default: bool) -> bool:
