@@ -1,6 +1,5 @@
 """Each instruction set of this machine, and ggml's own ops, as fixtures."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from halogen_core.cli.pull import pull_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from emulation import cache_directory
 from ggml_cases import ISAS, MODES, backend_for, opened
 
 
@@ -31,18 +31,11 @@ def kernel_backend(request):
     return backend_for(request.param)
 
 
-def _models():
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "halogen" / "test-models"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def smollm2_path():
-    return pull_model("smollm2-135m", _models())
+    return pull_model("smollm2-135m", cache_directory("test-models"))
 
 
 @pytest.fixture(scope="session")
 def gemma3_path():
-    return pull_model("gemma3-270m", _models())
+    return pull_model("gemma3-270m", cache_directory("test-models"))

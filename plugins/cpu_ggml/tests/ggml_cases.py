@@ -1,5 +1,6 @@
 """Backends and weights for these tests."""
 
+import emulation
 import gguf
 import numpy as np
 
@@ -13,8 +14,9 @@ from halogen_core.spi import (
 )
 from halogen_cpu_ggml import native
 from halogen_cpu_ggml.backend import create
+from halogen_cpu_ggml.settings import kernel_choices
 
-ISAS = [isa for isa in ("avx512", "avx2", "scalar") if native.kernels(isa)]
+ISAS = [*native.runnable(), *emulation.modes()]
 MODES = [*ISAS, "off"]
 opened = {}
 
@@ -22,7 +24,10 @@ opened = {}
 def backend_for(mode, threads=2):
     key = (mode, threads)
     if key not in opened:
-        opened[key] = create(BackendOptions(threads=threads, extra={"kernels": mode}))
+        if mode in kernel_choices():
+            opened[key] = create(BackendOptions(threads=threads, extra={"kernels": mode}))
+        else:
+            opened[key] = emulation.backend(mode, threads)
     return opened[key]
 
 

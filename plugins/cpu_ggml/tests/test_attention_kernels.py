@@ -76,21 +76,25 @@ class Case:
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.qkv = [rng.standard_normal((n, width), dtype=np.float32) for _, n in sequences]
 
-    def run(self, cut, **weights):
-        """Positions cut[s][0] .. cut[s][1] - 1 of each sequence in one step: [n, Hq, D] each."""
+    def store(self, cut, **weights):
+        """A step of positions cut[s][0] .. cut[s][1] - 1 of each sequence: its KV is kept."""
         sequences = [(hi - lo, hi) for lo, hi in cut]
         batch = step_batch(sequences, self.tables, self.block_size)
         qkv = np.concatenate([x[lo:hi] for x, (lo, hi) in zip(self.qkv, cut, strict=True)])
-        meta = self.backend.upload_step(batch)
-        ops, sinks = self.backend.ops, weights.pop("sinks", None)
-        q = ops.qkv_rope_store(self.backend.upload(qkv), self.kv, 1, meta, self.spec, **weights)
-        out = self.backend.download(ops.attention(q, self.kv, 1, meta, self.spec, sinks=sinks))
-        out = out.reshape(len(qkv), self.spec.num_heads, self.spec.head_dim)
-        return np.split(out, batch.query_start_loc[1:-1])
+        meta, ops = self.backend.upload_step(batch), self.backend.ops
+        qkv = self.backend.upload(qkv)
+        return meta, ops.qkv_rope_store(qkv, self.kv, 1, meta, self.spec, **weights)
+
+    def run(self, cut, sinks=None, **weights):
+        """The same step with its attention: [n, Hq, D] of each sequence."""
+        meta, q = self.store(cut, **weights)
+        out = self.backend.ops.attention(q, self.kv, 1, meta, self.spec, sinks=sinks)
+        out = self.backend.download(out).reshape(-1, self.spec.num_heads, self.spec.head_dim)
+        return np.split(out, meta.host.query_start_loc[1:-1])
 
     def whole(self):
-        """Prompts but for the last tokens, then the steps of `sequences`."""
-        self.run([(0, length - n) for n, length in self.sequences if True])
+        """Prompts but for the last tokens are stored, then the steps of `sequences`."""
+        self.store([(0, length - n) for n, length in self.sequences])
         return self.run([(length - n, length) for n, length in self.sequences])
 
     def expected(self, norms=(None, None), sinks=None):
