@@ -8,11 +8,15 @@ import triton
 from torch import Tensor
 
 from halogen_triton import attention_decode_kernels, attention_kernels
-from halogen_triton.interpreter import repair
-from halogen_triton.launch import Launch
+from halogen_triton.interpreter import active, repair
+from halogen_triton.launch import Launch, Tuning
 
 repair()
 
+HOPPER = "prefill_hopper"
+"""Its name in launch tables."""
+HOPPER_ROWS = 128
+"""Query rows of a program of `attention_hopper`."""
 STORES = {"f32": 0, "f16": 0, "bf16": 0, "q8_0": 1, "f8_e5m2": 2}
 
 
@@ -80,6 +84,8 @@ class AttentionPlan:
     """Its `block_m`: parts of a split that are joined at once (0: 4)."""
     programs: int
     """Of a split decode, at most."""
+    hopper: Launch | None = None
+    """Prefill by `attention_hopper`, where that serves; its `stages` alone count."""
     max_decode: int = 1
     """Queries per sequence up to which the decode kernel serves it."""
 
@@ -89,6 +95,25 @@ class AttentionPlan:
         """
         even = self.programs // groups * groups
         return even if 8 * even >= 7 * self.programs else self.programs
+
+
+def attention_plan(
+    table: Tuning, head_dim: int, *, quantised: bool, pairs: int = 0, length: int = 0
+) -> AttentionPlan:
+    """Launch shapes for a head dim; `quantised` KV has scales.
+
+    `pairs` are (sequence, KV head) pairs, `length` that of the longest sequence.
+    """
+    quant = int(quantised)
+    decode = table.rule("decode", d=head_dim, quant=quant, pairs=pairs)
+    return AttentionPlan(
+        prefill=table.launch("prefill", d=head_dim, quant=quant, length=length),
+        decode=decode.launch,
+        programs=decode.programs,
+        max_decode=1 if decode.programs else 0,
+        # Gluon has no interpreter
+        hopper=table.launch(HOPPER) if HOPPER in table.rules and not active() else None,
+    )
 
 
 def attention(
@@ -112,8 +137,21 @@ def attention(
     if sequences.has_decodes:
         _decode(q, kv, sequences, shape, plan, sinks, out, joins)
     if sequences.has_prefills:
-        _prefill(q, kv, sequences, shape, plan, sinks, out)
+        if plan.hopper is not None and serves_hopper(q, kv, shape, sinks):
+            _prefill_hopper(q, kv, sequences, shape, plan, out)
+        else:
+            _prefill(q, kv, sequences, shape, plan, sinks, out)
     return out
+
+
+def serves_hopper(q: Tensor, kv: LayerKV, shape: HeadShape, sinks: Tensor | None) -> bool:
+    """Whether `attention_hopper` computes this: 16-bit heads of 128 in blocks of 64 or more, no
+    window, softcap or sinks.
+    """
+    plain = sinks is None and not shape.window and not shape.softcap
+    stored = kv.data.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    packed = shape.num_heads // shape.num_kv_heads <= HOPPER_ROWS
+    return plain and stored and packed and shape.head_dim == 128 and kv.block_size % 64 == 0
 
 
 def _shape_constants(sequences: Sequences, shape: HeadShape, plan: AttentionPlan) -> dict[str, int]:  # type: ignore[no-untyped-def]
@@ -164,6 +202,42 @@ def _prefill(
         STORE=kv.store,
         UNMASKED=plan.prefill.unmasked,
         **plan.prefill.options,
+    )
+
+
+def _prefill_hopper(
+    q: Tensor,
+    kv: LayerKV,
+    sequences: Sequences,
+    shape: HeadShape,
+    plan: AttentionPlan,
+    out: Tensor,
+) -> None:
+    # Gluon is loaded where its kernels run
+    from halogen_triton import attention_hopper
+
+    assert plan.hopper is not None
+    tokens = HOPPER_ROWS * shape.num_kv_heads // shape.num_heads
+    num = len(sequences.seq_lens)
+    grid = (triton.cdiv(sequences.num_tokens, tokens) + num, shape.num_kv_heads)
+    attention_hopper.prefill[grid](
+        q,
+        attention_hopper.boxes(kv.data),
+        sequences.tables,
+        sequences.seq_lens,
+        sequences.starts,
+        out,
+        shape.scale,
+        num,
+        sequences.tables.stride(0),
+        q.stride(0),
+        HQ=shape.num_heads,
+        HKV=shape.num_kv_heads,
+        PAGE=kv.block_size,
+        S_PAD=max(2, triton.next_power_of_2(num)),
+        MAX_DECODE=plan.max_decode,
+        STAGES=plan.hopper.stages,
+        num_warps=4,
     )
 
 

@@ -93,6 +93,7 @@ def compile_launch(launched: Launched, target: str) -> Any:
     """The compiled kernel for an arch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -105,7 +106,8 @@ def compile_launch(launched: Launched, target: str) -> Any:
         signature[param.name] = _type_of(value)
         if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
             hints[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=launched.kernel, signature=signature, constexprs=constants, attrs=hints)
+    kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
+    source = kind(fn=launched.kernel, signature=signature, constexprs=constants, attrs=hints)
     options = dict(launched.options)
     if target == "gfx1151":
         options.pop("launch_pdl", None)
@@ -117,6 +119,9 @@ def compile_launch(launched: Launched, target: str) -> Any:
 def _type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + _TYPES[value.dtype]
+    if hasattr(value, "block_shape"):
+        box = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_TYPES[value.base.dtype]}[{box}],{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if abs(value) < 2**31 else "i64"

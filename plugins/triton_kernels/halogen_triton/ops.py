@@ -21,7 +21,13 @@ from halogen_core.spi import (
     TorchOps,
     UnsupportedOp,
 )
-from halogen_triton.attention import AttentionPlan, HeadShape, Sequences, attention
+from halogen_triton.attention import (
+    AttentionPlan,
+    HeadShape,
+    Sequences,
+    attention,
+    attention_plan,
+)
 from halogen_triton.kv import payload
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import embedding_rows, expert_linear, gates, linear
@@ -184,13 +190,8 @@ class TritonOps(TorchOps):
 
         `pairs` are (sequence, KV head) pairs, `length` that of the longest sequence.
         """
-        quant = int(quantised)
-        decode = self.tuning.rule("decode", d=head_dim, quant=quant, pairs=pairs)
-        return AttentionPlan(
-            prefill=self.tuning.launch("prefill", d=head_dim, quant=quant, length=length),
-            decode=decode.launch,
-            programs=decode.programs,
-            max_decode=1 if decode.programs else 0,
+        return attention_plan(
+            self.tuning, head_dim, quantised=quantised, pairs=pairs, length=length
         )
 
     def _rows(self, x: Tensor) -> Tensor:

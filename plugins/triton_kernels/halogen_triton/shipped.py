@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import attrs
 import torch
 from torch import Tensor
 
 from halogen_triton.attention import (
     STORES,
-    AttentionPlan,
     HeadShape,
     LayerKV,
     Sequences,
     attention,
+    attention_plan,
 )
 from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning, tuning
@@ -70,32 +71,29 @@ def _attention(table: Tuning) -> Iterator[Case]:
         for store, extra in options:
             shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5, **extra)
             kv = _layer_kv(store, hkv, d)
-            quant = int(store == "q8_0")
-            rule = table.rule("decode", d=d, quant=quant)
-            plan = AttentionPlan(
-                prefill=table.launch("prefill", d=d, quant=quant),
-                decode=rule.launch,
-                programs=rule.programs,
-                max_decode=1 if rule.programs else 0,
-            )
+            plan = attention_plan(table, d, quantised=store == "q8_0")
             label = f"{store} {heads}" + ("".join(f" {key}" for key in extra))
-            kinds = (("decode", True), ("direct", False), ("prefill", True))
+            kinds = [("decode", True), ("direct", False), ("prefill", True)]
+            if plan.hopper is not None and d == 128 and store == "bf16":
+                kinds.append(("hopper", True))
             for kind, flash in kinds if plan.max_decode else kinds[2:]:
-                tokens = 512 if kind == "prefill" else 8
+                own = plan if kind == "hopper" else attrs.evolve(plan, hopper=None)
+                decodes = kind in ("decode", "direct")
+                tokens = 8 if decodes else 512
                 sequences = Sequences(
                     starts=_ints(9),
                     seq_lens=_ints(8),
                     tables=_ints(8, 256),
                     num_tokens=tokens,
                     max_query_len=tokens // 8,
-                    has_decodes=kind != "prefill",
-                    has_prefills=kind == "prefill",
+                    has_decodes=decodes,
+                    has_prefills=not decodes,
                     flash=flash,
                 )
                 q = _meta(tokens, hq * d)
                 yield (
                     f"attention {kind} {label}",
-                    lambda q=q, kv=kv, s=sequences, shape=shape, plan=plan: attention(
+                    lambda q=q, kv=kv, s=sequences, shape=shape, plan=own: attention(
                         q, kv, s, shape, plan
                     ),
                 )
