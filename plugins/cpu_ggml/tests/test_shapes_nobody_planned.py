@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import emulation
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halogen_core.spi import HalogenError
+from halogen_cpu_ggml.settings import kernel_choices
 
 FORMATS = (None, "F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 
@@ -87,16 +89,17 @@ def _replayed(backend, decoder, kv, batch):
 def fuzz(mode):
     """What the child does: run many, raise on the first that is neither right nor refused."""
     import torch
+    from ggml_cases import backend_for
 
-    from halogen_core.spi import BackendOptions, TorchBackend
-    from halogen_cpu_ggml.backend import create
+    from halogen_core.spi import TorchBackend
 
     torch.set_num_threads(1)
-    backend, reference = create(BackendOptions(threads=1, extra={"kernels": mode})), TorchBackend()
+    backend, reference = backend_for(mode, 1), TorchBackend()
     ran = []
+    emulated = mode not in kernel_choices()
 
     @settings(
-        max_examples=60,
+        max_examples=15 if emulated else 60,
         deadline=None,
         derandomize=True,
         database=None,
@@ -116,7 +119,7 @@ def fuzz(mode):
     print(sum(ran), len(ran))
 
 
-@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("mode", ["auto", *emulation.modes(), "off"])
 def test_random_models_are_right_or_refused(mode):
     here = str(Path(__file__).parent)
     code = f"import sys; sys.path.insert(0, {here!r}); import {Path(__file__).stem} as t; t.fuzz({mode!r})"
