@@ -31,6 +31,8 @@ INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
 // 16-bit sums while they cannot overflow: 8, 4, 2 groups of 4-, 5-, 6-bit codes; 8 bits at once
 #define SIGNED8 1
 #define FLUSH(bits) ((bits) == 4 ? 8 : (bits) == 5 ? 4 : (bits) == 6 ? 2 : 1)
+#define EACH_GROUP UNROLL(8)
+#define KEPT(v) __asm__("" : "+x"(v)) // in order: else GCC adds up as a tree and spills its leaves
 typedef vi partial;
 INLINE partial begin(vi sum) { return (vi){0}; }
 INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
@@ -38,10 +40,14 @@ INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
     memcpy(&four, x + 4 * i, 4);
     __m256i xs = _mm256_set1_epi32(four), ws = (__m256i)w;
     if (bits == 8) xs = _mm256_sign_epi8(xs, ws), ws = _mm256_abs_epi8(ws);
-    return (vi)_mm256_add_epi16((__m256i)p, _mm256_maddubs_epi16(ws, xs));
+    __m256i sum = _mm256_add_epi16((__m256i)p, _mm256_maddubs_epi16(ws, xs));
+    KEPT(sum);
+    return (vi)sum;
 }
 INLINE vi settle(vi sum, partial p) {
-    return sum + (vi)_mm256_madd_epi16((__m256i)p, _mm256_set1_epi16(1));
+    sum += (vi)_mm256_madd_epi16((__m256i)p, _mm256_set1_epi16(1));
+    KEPT(sum);
+    return sum;
 }
 INLINE vb add_high(vb w, const uint8_t *masks, int g, int lane) {
     uint32_t m;

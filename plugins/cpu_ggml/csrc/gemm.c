@@ -100,6 +100,14 @@ INLINE void put(const target *t, int64_t row, int64_t lane, vf v) {
     else put_changed(t, out, lane, v);
 }
 
+// Vectors of features side by side: with two, each activation is loaded once for both.
+#if defined(HX_AVX2)
+#define SPAN 2
+#else
+#define SPAN 1
+#endif
+#define EACH_SPAN UNROLL(2) for (int s = 0; s < SPAN; s++)
+
 // ---------------------------------------------------------------- quantised tiles
 
 INLINE int code_bits(int f) {
@@ -146,44 +154,49 @@ typedef struct { vf scale, least; } factors;
 
 INLINE vf u8_at(const uint8_t *p, int lane) { return vf_u8(p + lane); }
 
-// 32 inputs of a tile against R rows: acc += scale * d * (sum of products) + least * (d * sum)
+// 32 inputs of SPAN * VL features against R rows: acc += scale * d * (sum of products) + least * (d * sum)
 INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t *x, int lane,
-                      factors super, vf *acc) {
+                      const factors *super, vf (*acc)[PANEL]) {
     const float *d = (const float *)(x + R * QK), *ds = d + 2 * R;
     const int32_t *minus = (const int32_t *)(d + R), *half = minus + 2 * R;
     const int bits = code_bits(f), shift = code_shift(f), parts = f == HX_Q6_K ? 2 : 1;
     const int flush = FLUSH(bits), high = bits == 5 ? 64 : 0;
     UNROLL(2) for (int part = 0; part < parts; part++) {
-        vi sum[PANEL];
+        vi sum[SPAN][PANEL];
         EACH_ROW {
             int32_t first = parts == 2 ? half[part * R + r] : minus[r];
-            sum[r] = shift ? ((vi){0} + first) << shift : (vi){0};
+            EACH_SPAN sum[s][r] = shift ? ((vi){0} + first) << shift : (vi){0};
         }
         const int last = part * 4 + 8 / parts;
         UNROLL(8) for (int g = part * 4; g < last; g += flush) {
-            partial run[PANEL];
-            EACH_ROW run[r] = begin(sum[r]);
+            partial run[SPAN][PANEL];
+            EACH_ROW EACH_SPAN run[s][r] = begin(sum[s][r]);
             EACH_GROUP for (int i = g; i < g + flush; i++) {
                 if (i == last) break;
-                vb c = codes(f, w, i, lane);
-                EACH_ROW run[r] = dot(run[r], c, (const int8_t *)x + r * QK, i, bits);
+                vb c[SPAN];
+                EACH_SPAN c[s] = codes(f, w, i, lane + s * VL);
+                EACH_ROW EACH_SPAN
+                    run[s][r] = dot(run[s][r], c[s], (const int8_t *)x + r * QK, i, bits);
             }
-            EACH_ROW sum[r] = settle(sum[r], run[r]);
+            EACH_ROW EACH_SPAN sum[s][r] = settle(sum[s][r], run[s][r]);
         }
-        vf scale, least = {0};
-        if (f == HX_Q6_K) scale = super.scale * vf_i8(w + 384 + part * 16 + lane);
-        else if (f >= HX_Q4_K) {
-            scale = super.scale * u8_at(w + 256 + high, lane);
-            least = -super.least * u8_at(w + 272 + high, lane);
-        } else {
-            const uint8_t *s = w + (f == HX_Q8_0 ? 512 : 256) + high;
-            scale = vf_f16(s + lane * 2);
-            if (f == HX_Q4_1 || f == HX_Q5_1) least = vf_f16(s + 32 + lane * 2);
-        }
-        const int has_least = f == HX_Q4_1 || f == HX_Q5_1 || f == HX_Q4_K || f == HX_Q5_K;
-        EACH_ROW {
-            acc[r] = vf_fma(vf_int(sum[r]), scale * vf_set(d[r]), acc[r]);
-            if (has_least) acc[r] = vf_fma(least, vf_set(ds[r]), acc[r]);
+        EACH_SPAN {
+            const int at = lane + s * VL;
+            vf scale, least = {0};
+            if (f == HX_Q6_K) scale = super[s].scale * vf_i8(w + 384 + part * 16 + at);
+            else if (f >= HX_Q4_K) {
+                scale = super[s].scale * u8_at(w + 256 + high, at);
+                least = -super[s].least * u8_at(w + 272 + high, at);
+            } else {
+                const uint8_t *scales = w + (f == HX_Q8_0 ? 512 : 256) + high;
+                scale = vf_f16(scales + at * 2);
+                if (f == HX_Q4_1 || f == HX_Q5_1) least = vf_f16(scales + 32 + at * 2);
+            }
+            const int has_least = f == HX_Q4_1 || f == HX_Q5_1 || f == HX_Q4_K || f == HX_Q5_K;
+            EACH_ROW {
+                acc[s][r] = vf_fma(vf_int(sum[s][r]), scale * vf_set(d[r]), acc[s][r]);
+                if (has_least) acc[s][r] = vf_fma(least, vf_set(ds[r]), acc[s][r]);
+            }
         }
     }
 }
@@ -191,26 +204,28 @@ INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t 
 INLINE void quant_tile(const int f, const int R, const uint8_t *w, const uint8_t *x, int64_t k,
                        const target *t, int64_t row) {
     const int super = f == HX_Q4_K || f == HX_Q5_K ? 64 : f == HX_Q6_K ? 32 : 0;
-    for (int lane = 0; lane < TILE; lane += VL) {
-        vf acc[PANEL];
-        EACH_ROW acc[r] = (vf){0};
+    for (int lane = 0; lane < TILE; lane += SPAN * VL) {
+        vf acc[SPAN][PANEL];
+        EACH_ROW EACH_SPAN acc[s][r] = (vf){0};
         const uint8_t *at = w, *xb = x;
-        factors s = {{0}, {0}};
+        factors top[SPAN] = {0};
         for (int64_t b = 0; b < k / QK; b++) {
             if (super && b % 8 == 0) {
-                s.scale = vf_f16(at + lane * 2);
-                if (f != HX_Q6_K) s.least = vf_f16(at + 32 + lane * 2);
+                EACH_SPAN {
+                    top[s].scale = vf_f16(at + (lane + s * VL) * 2);
+                    if (f != HX_Q6_K) top[s].least = vf_f16(at + 32 + (lane + s * VL) * 2);
+                }
                 at += super;
             }
             __builtin_prefetch(at + 2048);
             __builtin_prefetch(at + 2048 + 64);
             __builtin_prefetch(at + 2048 + 128);
             __builtin_prefetch(at + 2048 + 192);
-            one_block(f, R, at, xb, lane, s, acc);
+            one_block(f, R, at, xb, lane, top, acc);
             at += part_bytes(f);
             xb += R * XROW;
         }
-        EACH_ROW put(t, row + r, lane, acc[r]);
+        EACH_ROW EACH_SPAN put(t, row + r, lane + s * VL, acc[s][r]);
     }
 }
 
@@ -221,41 +236,31 @@ INLINE vf float_at(const int f, const uint8_t *w, int64_t i) {
          : f == HX_F16 ? vf_f16((const uint16_t *)w + i) : vf_bf16((const uint16_t *)w + i);
 }
 
+INLINE void float_step(const int f, const int R, const uint8_t *w, const float *x, int64_t i, int lane,
+                       vf (*sum)[PANEL]) {
+    vf v[SPAN];
+    EACH_SPAN v[s] = float_at(f, w, i * TILE + lane + s * VL);
+    EACH_ROW EACH_SPAN sum[s][r] = vf_fma(v[s], vf_set(x[i * R + r]), sum[s][r]);
+}
+
+// Four sums over k mod 4, each in ascending order, then together: the same for any R
 INLINE void float_tile(const int f, const int R, const uint8_t *w, const uint8_t *xs, int64_t k,
                        const target *t, int64_t row) {
     const float *x = (const float *)xs;
-    for (int lane = 0; lane < TILE; lane += VL) {
-        // four sums over k mod 4, so that few rows are not bound by the latency of one chain
-        vf acc[PANEL], more[4][PANEL];
-        EACH_ROW {
-            acc[r] = (vf){0};
-            UNROLL(4) for (int c = 0; c < 4; c++) more[c][r] = (vf){0};
-        }
-        (void)acc;
-        if (R <= 4) {
+    for (int lane = 0; lane < TILE; lane += SPAN * VL) {
+        vf some[4][SPAN][PANEL];
+        UNROLL(4) for (int c = 0; c < 4; c++) EACH_ROW EACH_SPAN some[c][s][r] = (vf){0};
+        if (R * SPAN <= 4) { // all four at once: few rows are not bound by the latency of one chain
             int64_t i = 0;
             for (; i + 4 <= k; i += 4)
-                UNROLL(4) for (int c = 0; c < 4; c++) {
-                    vf v = float_at(f, w, (i + c) * TILE + lane);
-                    EACH_ROW
-                        more[c][r] = vf_fma(v, vf_set(x[(i + c) * R + r]), more[c][r]);
-                }
-            for (int c = 0; i < k; i++, c++) {
-                vf v = float_at(f, w, i * TILE + lane);
-                EACH_ROW more[c][r] = vf_fma(v, vf_set(x[i * R + r]), more[c][r]);
-            }
-            EACH_ROW acc[r] = (more[0][r] + more[1][r]) + (more[2][r] + more[3][r]);
+                UNROLL(4) for (int c = 0; c < 4; c++) float_step(f, R, w, x, i + c, lane, some[c]);
+            for (int c = 0; i < k; i++, c++) float_step(f, R, w, x, i, lane, some[c]);
         } else {
-            UNROLL(4) for (int c = 0; c < 4; c++) {
-                for (int64_t i = c; i < k; i += 4) {
-                    vf v = float_at(f, w, i * TILE + lane);
-                    EACH_ROW
-                        more[c][r] = vf_fma(v, vf_set(x[i * R + r]), more[c][r]);
-                }
-            }
-            EACH_ROW acc[r] = (more[0][r] + more[1][r]) + (more[2][r] + more[3][r]);
+            UNROLL(4) for (int c = 0; c < 4; c++)
+                for (int64_t i = c; i < k; i += 4) float_step(f, R, w, x, i, lane, some[c]);
         }
-        EACH_ROW put(t, row + r, lane, acc[r]);
+        EACH_ROW EACH_SPAN put(t, row + r, lane + s * VL,
+                               (some[0][s][r] + some[1][s][r]) + (some[2][s][r] + some[3][s][r]));
     }
 }
 

@@ -84,8 +84,13 @@ static void q6_k_block(const uint8_t *in, uint8_t *out, int row) {
     }
 }
 
-static void floats(int size, const uint8_t *in, uint8_t *out, int64_t k, int row) {
-    for (int64_t i = 0; i < k; i++) memcpy(out + (i * TILE + row) * size, in + i * size, size);
+#define FLOATS(size) \
+    for (int64_t i = 0; i < k; i++) \
+        for (int r = 0; r < rows; r++) memcpy(out + (i * TILE + r) * size, in + (r * k + i) * size, size)
+
+static void floats(int size, const uint8_t *in, uint8_t *out, int64_t k, int rows) {
+    if (size == 4) FLOATS(4);
+    else FLOATS(2);
 }
 
 // Tiles first .. last - 1 of a matrix [n, k]; rows past n become zeros.
@@ -100,8 +105,7 @@ void hx_pack_tiles(int64_t format, const uint8_t *raw, int64_t n, int64_t k, uin
         memset(out, 0, bytes);
         int rows = n - t * TILE < TILE ? (int)(n - t * TILE) : TILE;
         if (format <= HX_BF16) {
-            for (int r = 0; r < rows; r++)
-                floats(LAYOUT[format].raw, raw + (t * TILE + r) * row_bytes, out, k, r);
+            floats(LAYOUT[format].raw, raw + t * TILE * row_bytes, out, k, rows);
             continue;
         }
         for (int64_t b = 0; b < blocks; b++)
