@@ -161,8 +161,7 @@ def test_tied_tables_are_held_once():
 def test_every_op_is_native_or_says_why():
     placements = {p.op: p for p in triton_backend().placement()}
     fallbacks = {op for op, p in placements.items() if p.level != "native"}
-    # plain torch, which runs these on a GPU as it stands
-    assert fallbacks == ({"add", "select_rows"} if DEVICE == "cpu" else set())
+    assert fallbacks == {"add", "select_rows"}
     assert all(placements[op].reasons for op in fallbacks)
 
 
