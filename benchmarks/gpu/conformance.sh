@@ -4,7 +4,7 @@
 #     benchmarks/gpu/wheels.sh                 # once, where there is a network
 #     OUT=out benchmarks/gpu/conformance.sh    # on the GPU machine, with .whl beside the repository
 #
-# LEVEL (5), JOBS (14), LIMIT seconds (280), PATIENCE (2: compiling counts as time) and DTYPE (f16) may be set. L1 opens the
+# LEVEL (5), JOBS (14), LIMIT seconds (330), PATIENCE (2: compiling counts as time) and DTYPE (f16) may be set. L1 opens the
 # backend in f32, f16 and bf16 whatever DTYPE is; the whole models of L3 hold one mixture of experts whose routing has a
 # tie in bf16 (plain torch in bf16 fails it too). A run that meets LIMIT still writes its report, in which the rest is
 # NOT_RUN; RESUME=1 goes on with it, and compiled kernels stay in TRITON_CACHE_DIR (/tmp/triton-cache). KEEP_KERNELS=1
@@ -43,11 +43,11 @@ PY
     exit $found
   fi
   # SIGTERM makes it write its report; it has half a minute for that
-  timeout -k 30 "${LIMIT:-280}" python3 -m halogen_core.cli conform --backend cuda --level "${LEVEL:-5}" \
+  timeout -k 30 "${LIMIT:-330}" python3 -m halogen_core.cli conform --backend cuda --level "${LEVEL:-5}" \
     --jobs "${JOBS:-14}" ${RESUME:+--resume} --backend-option "dtype=${DTYPE:-f16}" --patience "${PATIENCE:-2}" \
     --out "$OUT/conformance-cuda"
   status=$?
-  [ $status -eq 124 ] && echo "stopped after ${LIMIT:-280} s: RESUME=1 goes on, compiled kernels were kept"
+  [ $status -eq 124 ] && echo "stopped after ${LIMIT:-330} s: RESUME=1 goes on, compiled kernels were kept"
   python3 benchmarks/gpu/conformance_summary.py "$OUT/conformance-cuda" "$OUT"
   [ -n "${KEEP_KERNELS:-}" ] && tar -czf "$OUT/triton-cache.tgz" -C "$TRITON_CACHE_DIR" .
   echo "exit status $status"
