@@ -240,7 +240,13 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = path.read_text(encoding="utf-8")
         data = tomllib.loads(content) if path.suffix == ".toml" else yaml.safe_load(content)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as exc:
+    except OSError as exc:
+        raise ConfigError(
+            f"configuration file `{path}` cannot be opened: {exc.strerror}",
+            code="HRT-1004",
+            fix="check --config, HALOGEN_CONFIG and the file's rights",
+        ) from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(
             f"configuration file `{path}` cannot be read: {exc}",
             code="HRT-1004",

@@ -81,7 +81,7 @@ def switch(value: object) -> bool:
 def text(value: object) -> str:
     """Any text that is not empty."""
     if not isinstance(value, (str, int, float)) or isinstance(value, bool) or str(value) == "":
-        raise ValueError("text")
+        raise ValueError("text that is not empty")
     return str(value)
 
 

@@ -142,8 +142,8 @@ def _unknown(name: str, models_dir: Path, on_disk: Mapping[str, Path]) -> ModelE
     others = [other for other in on_disk if other not in KNOWN_MODELS]
     meant = f"did you mean `{near[0]}`? " if near else ""
     return ModelError(
-        f"no model is called `{name}`; known are {', '.join(KNOWN_MODELS)}; "
-        f"`{models_dir}` holds besides {', '.join(others) or 'none'}",
+        f"no model is called `{name}`; known are {', '.join(KNOWN_MODELS)}, "
+        f"and in `{models_dir}` are {', '.join(others) or 'no others'}",
         code="HRT-2301",
         fix=meant + "`halogen pull NAME` brings a known model or `hf:org/repo`; a path works too",
     )

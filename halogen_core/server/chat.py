@@ -53,7 +53,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 def render_prompt(service: Service, body: ChatBody, tools: Toolbox | None) -> Prompt:
     """Messages through the model's chat template; runs in a worker thread."""
-    messages = validation.template_messages(body.messages)
+    template = chat_template(service.tokenizer, with_tools=bool(tools))
+    messages = validation.template_messages(body.messages, template)
     refuse_huge_text(service, "".join(m["content"] for m in messages), "messages")
     add = body.add_generation_prompt is not False
     ids = service.render(

@@ -22,6 +22,7 @@ MAX_TOOLS = 128
 MAX_TOKENS = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Key = Annotated[str, Meta(max_length=256)]
@@ -153,7 +154,8 @@ class ChatBody(GenerationBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halogen_core.errors import RequestError
+from halogen_core.loader.chat_template import chat_template
 from halogen_core.server import validation
 from halogen_core.server.info_routes import json_response
 from halogen_core.server.openai_models import DetokenizeBody, TokenizeBody
@@ -36,7 +37,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 def _ids(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        messages = validation.template_messages(body.messages)
+        template = chat_template(service.tokenizer)
+        messages = validation.template_messages(body.messages, template)
         return service.render(
             messages, add_generation_prompt=body.add_generation_prompt is not False
         )

@@ -28,6 +28,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Values of refused fields that ask for nothing."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REFUSED = (*("functions", "function_call", "modalities", "audio", "web_search_options", "suffix"),)
 _AT = re.compile(r" - at (?:`\w+` in )?`\$\.?(.*?)`$")
 _FIELD = re.compile(r"field `(\w+)`")
@@ -129,10 +130,15 @@ def chunk_usage(body: GenerationBody, usage: Callable[[], dict[str, Any]]) -> di
     return {"usage": usage() if options.continuous_usage_stats else None}
 
 
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content is text, `developer` is `system`."""
+def template_messages(messages: list[Message], template: str) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: content is text, `developer` is `system`.
+
+    Raises `RequestError` for a role that neither OpenAI nor the model's template knows: many
+    templates would take a misspelt one silently.
+    """
     found = []
     for message in messages:
+        _check_role(message.role, template)
         row: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": _content(message),
@@ -144,6 +150,15 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
             row["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
         found.append(row)
     return found
+
+
+def _check_role(role: str, template: str) -> None:
+    if role in ROLES or f'"{role}"' in template or f"'{role}'" in template:
+        return
+    raise RequestError(
+        f"`role` is `{role}`; allowed are {', '.join(ROLES)}, and what the model's template names",
+        param="messages",
+    )
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

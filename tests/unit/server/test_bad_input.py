@@ -8,6 +8,10 @@ import time
 import httpx
 import pytest
 
+from halogen_core.errors import RequestError
+from halogen_core.server.openai_models import Message
+from halogen_core.server.validation import template_messages
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 
@@ -40,11 +44,13 @@ def refused(response, status=400, param=None, code=None):
         ("n", -1),
         ("n", 1.5),
         ("max_tokens", -1),
+        ("max_tokens", 0),
         ("max_tokens", 2**31),
         ("max_tokens", 10**30),
         ("max_tokens", "5"),
         ("max_tokens", True),
         ("max_completion_tokens", -5),
+        ("max_completion_tokens", 0),
         ("min_tokens", -1),
         ("temperature", -0.1),
         ("temperature", 1e9),
@@ -85,6 +91,7 @@ def refused(response, status=400, param=None, code=None):
         ("messages", None),
         ("messages", [{"content": "x"}]),
         ("messages", [{"role": 5, "content": "x"}]),
+        ("messages", [{"role": "asistant", "content": "x"}]),
         ("messages", [{"role": "user", "content": 5}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
         ("messages", [{"role": "user", "content": [{"text": "no type"}]}]),
@@ -109,6 +116,14 @@ def test_chat_fields(hello, param, value):
     before = len(hello.engine.requests)
     refused(hello.post(CHAT, chat(**{param: value})), param=param)
     assert len(hello.engine.requests) == before
+
+
+def test_a_models_own_roles_are_known():
+    message = Message(role="ipython", content="x")
+    with pytest.raises(RequestError, match="`ipython`; allowed are system"):
+        template_messages([message], "{% for m in messages %}{{ m.role }}{% endfor %}")
+    template = "{% if message.role == 'ipython' %}{{ message.content }}{% endif %}"
+    assert template_messages([message], template) == [{"role": "ipython", "content": "x"}]
 
 
 def test_an_unknown_priority_is_told_the_labels(hello):
