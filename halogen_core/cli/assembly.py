@@ -8,7 +8,7 @@ import attrs
 
 from halogen_core.config import Config, environment
 from halogen_core.engine.options import EngineOptions
-from halogen_core.loader import Tokenizer, load_tokenizer, open_model
+from halogen_core.loader import Tokenizer, open_model, read_tokenizer
 from halogen_core.loader.catalogue import resolve_model
 
 
@@ -21,10 +21,13 @@ class Parts:
 
 
 def assemble(config: Config) -> Parts:
-    """Find and open the model; raises `ModelError` before anything heavy starts."""
+    """Find and open the model; raises `ModelError` before anything heavy starts.
+
+    The tokenizer's `prepare` is left to the caller, who may have an engine to start first.
+    """
     path = resolve_model(config.model.model, config.paths.models_dir)
     checkpoint = open_model(path)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = read_tokenizer(checkpoint)
     return Parts(options=engine_options(config, path, tokenizer), tokenizer=tokenizer)
 
 

@@ -107,6 +107,7 @@ def _session(
             status.update(f"{text}: {100 * done // max(1, total)} %")
 
         parts = assemble(config)
+        parts.tokenizer.prepare()
         session = runner.run(Session.open(parts, ask, system, progress=progress))
     if not ask.raw and not has_chat_template(parts.tokenizer):
         click.echo("note: the model brings no chat template; ChatML is assumed", err=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +11,8 @@ from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
 
 if TYPE_CHECKING:
+    import socket
+
     from fastapi import APIRouter
 
     from halogen_core.cli.assembly import Parts
@@ -30,8 +30,10 @@ def command(config: Config) -> None:
     once.
     """
     from halogen_core.engine.child import Child
+    from halogen_core.engine.garbage import none_while_starting
 
     child = Child.spawn()  # first of all: it imports while we do
+    none_while_starting()
     try:
         _serve_with(config, child)
     finally:
@@ -39,6 +41,8 @@ def command(config: Config) -> None:
 
 
 def _serve_with(config: Config, child: Child) -> None:
+    import asyncio
+
     from halogen_core.cli.assembly import assemble
     from halogen_core.cli.terminal import start_logging
     from halogen_core.server.auth import read_keys
@@ -48,6 +52,7 @@ def _serve_with(config: Config, child: Child) -> None:
     parts = assemble(config)
     log.info("loading %s", parts.options.model_path)
     child.tell(parts.options)  # it loads the model while we import the server
+    parts.tokenizer.prepare()
 
     from halogen_core.server.serving import bind
 
@@ -76,21 +81,23 @@ async def _serve(config: Config, parts: Parts, listener: socket.socket, child: C
                 child=child,
             )
 
-    await serve(service, listener, start, [plugin_routes(config)])
+    await serve(service, listener, start, plugin_routes(config))
 
 
-def plugin_routes(config: Config) -> APIRouter:
+def plugin_routes(config: Config) -> list[APIRouter]:
     """Routes that plugins add; a broken plugin adds none and is logged."""
-    from fastapi import APIRouter
-
     from halogen_core.cli.plugins import plugin_options
     from halogen_core.plugins import PluginRegistry, PluginStatus
 
-    router = APIRouter()
     registry = PluginRegistry.discover(plugin_options(config))
-    for _ in registry.call("halogen_server_routes", router=router):
-        pass
+    routers = []
+    if registry.implements("halogen_server_routes"):
+        from fastapi import APIRouter
+
+        routers.append(APIRouter())
+        for _ in registry.call("halogen_server_routes", router=routers[0]):
+            pass
     for plugin in registry.plugins:
         if plugin.status in (PluginStatus.BROKEN, PluginStatus.INCOMPATIBLE):
             log.warning("plugin %s is %s: %s", plugin.name, plugin.status, plugin.reason)
-    return router
+    return routers

@@ -13,12 +13,22 @@ import gc
 EVERY_STEPS = 256
 
 
+def none_while_starting() -> None:
+    """Collect nothing while modules are imported and a model is read: almost all of it stays."""
+    gc.disable()
+
+
+def set_aside() -> None:
+    """The start is over: keep what there is, collect what comes."""
+    gc.freeze()
+    gc.enable()
+
+
 class SetAside:
     """For a process whose only work is the engine: the collector belongs to all of it."""
 
     def __init__(self) -> None:
-        gc.collect()
-        gc.freeze()
+        set_aside()
 
     def after_step(self, num_steps: int) -> None:
         """Called after every step; now and then collects what is young and keeps the rest."""

@@ -1,165 +1,18 @@
-"""The engine's own process: `python -m halogen_core.engine.worker FD`.
-
-The main thread is the step loop; a reader thread takes messages from the server, a writer thread
-sends to it. The process ends when the server does, whatever the step loop is doing.
-"""
+"""The engine's own process: `python -m halogen_core.engine.worker FD`."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import queue
-import signal
-import socket
 import sys
-import threading
-from concurrent.futures import Future
-from typing import Any
 
-import msgspec
-
-from halogen_core.engine import wire
-from halogen_core.engine.building import build_engine
-from halogen_core.engine.engine import Engine
-from halogen_core.engine.garbage import SetAside
-from halogen_core.engine.loop import EngineLoop
-from halogen_core.engine.options import EngineOptions
-from halogen_core.engine.protocol import GenerateRequest
-from halogen_core.errors import HalogenError
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-GRACE_S = 10.0
-"""How long a step may go on after the server is gone."""
+from halogen_core.engine.garbage import none_while_starting
 
 
-class Worker:
-    """One engine behind one socket."""
+def main() -> int:
+    none_while_starting()  # before the imports that follow
+    from halogen_core.engine.hosting import serve
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._engine: Engine | None = None
-        self._loop: EngineLoop | None = None
-        self._percent = -1
-
-    def run(self) -> int:
-        """Serve until told to stop; the exit code."""
-        writer = threading.Thread(target=self._write, name="halogen-writer", daemon=True)
-        writer.start()
-        try:
-            start = wire.receive(self._connection)
-            if not isinstance(start, wire.Start):
-                return 1
-            options = msgspec.msgpack.decode(start.options, type=EngineOptions)
-            logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
-            self._engine = build_engine(options, progress=self._progress)
-        except Exception as exc:
-            self._fail(exc)
-            self._finish(writer)
-            return 1
-        self._loop = EngineLoop(
-            self._engine,
-            lambda outputs: self._send(wire.Outputs(outputs)),
-            self._fail,
-            SetAside().after_step,
-        )
-        self._send(wire.Ready(self._engine.info))
-        threading.Thread(target=self._read, name="halogen-reader", daemon=True).start()
-        self._loop.run()
-        self._finish(writer)
-        return 0
-
-    def _progress(self, done: int, total: int) -> None:
-        """Tell the server once per percent, not for every tensor."""
-        percent = 100 * done // max(1, total)
-        if percent > self._percent:
-            self._percent = percent
-            self._send(wire.Loading(done, total))
-
-    def _finish(self, writer: threading.Thread) -> None:
-        self._out.put(None)
-        writer.join(timeout=5)
-
-    def _send(self, message: wire.FromEngine) -> None:
-        self._out.put(wire.frame(message))
-
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, HalogenError):
-            self._send(wire.Failed(error.code, error.message, error.fix or ""))
-            return
-        sys.excepthook(type(error), error, error.__traceback__)
-        self._send(wire.Failed("HRT-5031", repr(error)))
-
-    def _write(self) -> None:
-        while (data := self._out.get()) is not None:
-            try:
-                self._connection.sendall(data)
-            except OSError:
-                return  # the server is gone; the reader ends the process
-
-    def _read(self) -> None:
-        try:
-            while (message := wire.receive(self._connection)) is not None:
-                self._handle(message)
-        except (OSError, msgspec.DecodeError, HalogenError) as exc:
-            print(f"halogen engine: channel to the server failed: {exc}", file=sys.stderr)
-        if self._loop:
-            self._loop.stop(timeout_s=0)
-        threading.Event().wait(GRACE_S)
-        os._exit(1)
-
-    def _handle(self, message: wire.ToEngine) -> None:
-        engine, loop = self._engine, self._loop
-        assert engine is not None
-        assert loop is not None
-        match message:
-            case wire.Submit(request):
-                self._compile_grammar(engine, request)
-                loop.submit(request)
-            case wire.Abort(request_id):
-                loop.abort(request_id)
-            case wire.Ping(token):
-                self._send(wire.Pong(token, loop.steps, loop.step_seconds()))
-            case wire.GetStats(token):
-                loop.ask(engine.stats).add_done_callback(
-                    lambda f: self._send(wire.Stats(token, f.result()))
-                )
-            case wire.SaveCache(token, path):
-                self._answer(token, loop.ask(lambda: engine.save_cache(path)))
-            case wire.LoadCache(token, path):
-                self._answer(token, loop.ask(lambda: engine.load_cache(path)))
-            case wire.Adjust(token, settings):
-                self._answer(token, loop.ask(lambda: engine.adjust(settings)))
-            case wire.Stop():
-                loop.stop(timeout_s=0)
-
-    def _compile_grammar(self, engine: Engine, request: GenerateRequest) -> None:
-        """Here rather than between two steps of others; what is wrong with it, `submit` says."""
-        if request.grammar:
-            with contextlib.suppress(HalogenError):
-                engine.grammars.check(request.grammar)
-
-    def _answer(self, token: int, future: Future[Any]) -> None:
-        def done(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is None:
-                result = future.result()
-                told = {"blocks": result} if isinstance(result, int) else {"settings": result}
-                self._send(wire.Done(token, **told))
-            else:
-                code = error.code if isinstance(error, HalogenError) else "HRT-5031"
-                self._send(wire.Done(token, code=code, message=str(error)))
-
-        future.add_done_callback(done)
-
-
-def main() -> None:
-    # ^C and a service manager's SIGTERM reach the whole group: the server decides, then says Stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(Worker(socket.socket(fileno=int(sys.argv[1]))).run())
+    return serve(int(sys.argv[1]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from halogen_core.errors import ModelError
@@ -46,7 +47,7 @@ class _Metadata:
 
 
 def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
-    """Build the tokenizer that GGUF metadata describe; raises `ModelError`."""
+    """The tokenizer that GGUF metadata describe; raises `ModelError`."""
     metadata = _Metadata(values, path)
     model = metadata.get("model", str, "")
     if model not in _MODELS:
@@ -54,18 +55,17 @@ def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     pieces = _pieces(metadata)
     kinds = _kinds(metadata, len(pieces))
     if model == "gpt2":
-        core = _byte_level(metadata, pieces)
-    else:
-        core = _sentencepiece(metadata, pieces, kinds)
-    _add_tokens(core, pieces, kinds)
-    core.encode_special_tokens = True
+        _expressions(metadata)
+    elif "tokenizer.ggml.merges" not in values:
+        _scores(metadata, len(pieces))
+    build = _Recipe(metadata, pieces, tuple(kinds))
     bos = metadata.token_id("bos_token_id", len(pieces))
     ends = (metadata.token_id(f"{k}_token_id", len(pieces)) for k in ("eos", "eot", "eom"))
     marks = {i for i in (bos, *ends) if i is not None}
     for token in marks:
         kinds[token] = TokenKind.CONTROL
     return Tokenizer(
-        core=core,
+        build=build,
         pieces=pieces,
         kinds=kinds,
         byte_level=model == "gpt2",
@@ -75,6 +75,26 @@ def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
         end_token_ids=frozenset((marks - {bos}) | named_end_tokens(pieces, kinds)),
         chat_templates=_chat_templates(values),
     )
+
+
+@attrs.define
+class _Recipe:
+    """Builds the library's tokenizer, once: then the merges are let go."""
+
+    metadata: _Metadata
+    pieces: Sequence[str]
+    kinds: Sequence[int]
+
+    def __call__(self) -> tokenizers.Tokenizer:
+        metadata, pieces, kinds = self.metadata, self.pieces, self.kinds
+        if metadata.get("model", str) == "gpt2":
+            core = _byte_level(metadata, pieces)
+        else:
+            core = _sentencepiece(metadata, pieces, kinds)
+        _add_tokens(core, pieces, kinds)
+        core.encode_special_tokens = True
+        self.metadata, self.pieces, self.kinds = _Metadata({}, metadata.path), (), ()
+        return core
 
 
 def _bos_by_default(metadata: _Metadata, model: str) -> bool:
@@ -137,15 +157,18 @@ def _merges(metadata: _Metadata, vocabulary: Mapping[str, int]) -> list[tuple[st
 # ---------------------------------------------------------------- byte-level BPE
 
 
+def _expressions(metadata: _Metadata) -> Sequence[str]:
+    return pre_tokenizer(metadata.get("pre", str, "default"), metadata.path)
+
+
 def _byte_level(metadata: _Metadata, pieces: Sequence[str]) -> tokenizers.Tokenizer:
-    name = metadata.get("pre", str, "default")
-    expressions = pre_tokenizer(name, metadata.path)
+    expressions = _expressions(metadata)
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     core = tokenizers.Tokenizer(
         models.BPE(
             vocabulary,
             _merges(metadata, vocabulary),
-            ignore_merges=name in WHOLE_WORDS_FIRST,
+            ignore_merges=metadata.get("pre", str) in WHOLE_WORDS_FIRST,
         )
     )
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -181,6 +204,13 @@ def _sentencepiece(
     return core
 
 
+def _scores(metadata: _Metadata, size: int) -> NDArray[np.float32]:
+    scores: NDArray[np.float32] | None = metadata.get("scores", np.ndarray)
+    if scores is None or len(scores) != size:
+        raise metadata.fail("it has neither merges nor a score per token")
+    return scores
+
+
 def _merges_by_score(
     metadata: _Metadata,
     pieces: Sequence[str],
@@ -188,21 +218,14 @@ def _merges_by_score(
     vocabulary: Mapping[str, int],
 ) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose whole scores best: every cut of every token, sorted."""
-    scores = metadata.get("scores", np.ndarray)
-    if scores is None or len(scores) != len(pieces):
-        raise metadata.fail("it has neither merges nor a score per token")
+    scores = _scores(metadata, len(pieces))
     order = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
     mergeable = (TokenKind.NORMAL, TokenKind.USER_DEFINED)
     return [
-        pair
+        (left, right)
         for token in order
         if kinds[token] in mergeable
-        for pair in _cuts(pieces[token], vocabulary)
+        for piece in (pieces[token],)
+        for at in range(1, len(piece))
+        if (left := piece[:at]) in vocabulary and (right := piece[at:]) in vocabulary
     ]
-
-
-def _cuts(piece: str, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    for at in range(1, len(piece)):
-        left, right = piece[:at], piece[at:]
-        if left in vocabulary and right in vocabulary:
-            yield left, right

@@ -40,7 +40,7 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
     add_bos = bos is not None and core.encode("").ids[:1] == [bos]
     core.encode_special_tokens = True
     return Tokenizer(
-        core=core,
+        build=lambda: core,
         pieces=pieces,
         kinds=kinds,
         byte_level="ByteLevel" in repr(core.decoder),

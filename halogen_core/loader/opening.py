@@ -27,6 +27,11 @@ def open_model(path: str | Path) -> Checkpoint:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of an opened model; raises `ModelError`."""
+    return read_tokenizer(checkpoint).prepare()
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The vocabulary of an opened model; the rest is left to `Tokenizer.prepare`."""
     if isinstance(checkpoint, GGUFCheckpoint):
         return gguf_tokenizer(checkpoint.metadata, checkpoint.path)
     return hf_tokenizer(Path(checkpoint.path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 
@@ -59,10 +59,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Tokenizer:
-    """A vocabulary and its rules. Has no state, so threads may share it."""
+    """A vocabulary and its rules. Threads may share it."""
 
-    _core: tokenizers.Tokenizer
-    """Takes control tokens in text for plain text."""
+    _build: Callable[[], tokenizers.Tokenizer]
+    """Makes what cuts text into pieces, and takes control tokens in text for plain text."""
     pieces: Sequence[str]
     """Vocabulary entries by id, as the file spells them."""
     kinds: Sequence[int]
@@ -77,6 +77,18 @@ class Tokenizer:
     """An answer ends with any of these."""
     chat_templates: Mapping[str, str] = attrs.field(factory=dict)
     """Jinja sources by name; `default` and perhaps `tool_use`."""
+
+    @cached_property
+    def _core(self) -> tokenizers.Tokenizer:
+        return self._build()
+
+    def prepare(self) -> Tokenizer:
+        """Build what `encode` needs, which takes a second for 262,144 pieces; raises `ModelError`.
+
+        Without it the first `encode` does.
+        """
+        self._core  # noqa: B018
+        return self
 
     @property
     def vocab_size(self) -> int:

@@ -84,6 +84,10 @@ class PluginRegistry:
         registry._refuse_duplicates()
         return registry
 
+    def implements(self, hook: str) -> bool:
+        """Whether any plugin has this hook."""
+        return bool(getattr(self.hooks.hook, hook).get_hookimpls())
+
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
         """Call one hook plugin by plugin; a plugin that raises is marked broken and skipped."""
         for plugin in self.plugins:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from halogen_core.errors import ConfigError, HalogenError, RequestError
 from halogen_core.server.info_routes import json_response
+from halogen_core.server.routes import Routes
 from halogen_core.server.service import Service
 from halogen_core.server.validation import decode
 
@@ -42,33 +44,33 @@ class SnapshotBody(msgspec.Struct, kw_only=True):
     name: str
 
 
-def admin_router(service: Service) -> APIRouter:
+def admin_routes(service: Service) -> Routes:
     """Routes under `/admin/`, which `Gate` opens only to the admin key."""
-    router = APIRouter(prefix="/admin")
+    routes = Routes("/admin")
 
-    @router.post("/kv/dump")
+    @routes.post("/kv/dump")
     async def dump(request: Request) -> Response:
         path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
         engine = keeper(service)
         make_room(path.parent)
         return json_response({"blocks": await engine.save_cache(str(path))})
 
-    @router.post("/kv/load")
+    @routes.post("/kv/load")
     async def load(request: Request) -> Response:
         path = snapshot_path(service, decode(SnapshotBody, await request.body()).name)
         return json_response({"blocks": await keeper(service).load_cache(str(path))})
 
-    @router.get("/backend")
-    async def settings() -> Response:
+    @routes.get("/backend")
+    async def settings(request: Request) -> Response:
         return json_response(await adjustable(service).adjust({}))
 
-    @router.patch("/backend")
+    @routes.patch("/backend")
     async def adjust(request: Request) -> Response:
         wanted = decode(dict[str, str | int], await request.body())
         told = {key: str(value) for key, value in wanted.items()}
         return json_response(await adjustable(service).adjust(told))
 
-    return router
+    return routes
 
 
 def adjustable(service: Service) -> AdjustableEngine:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING
 
-import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 
-from halogen_core import __version__
 from halogen_core.errors import RequestError
 from halogen_core.server import info_routes
 from halogen_core.server import tokenize as tokens
-from halogen_core.server.admin import admin_router
+from halogen_core.server.admin import admin_routes
 from halogen_core.server.auth import read_keys
 from halogen_core.server.chat import chat_completions
 from halogen_core.server.completions import completions
@@ -26,21 +27,31 @@ from halogen_core.server.openai_models import (
     DetokenizeBody,
     TokenizeBody,
 )
+from halogen_core.server.routes import Routes, described, with_plugins
 from halogen_core.server.service import Service
 
+if TYPE_CHECKING:
+    from fastapi import APIRouter
 
-def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> FastAPI:
+
+def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> Starlette:
     """The whole HTTP application for one service; `extensions` are routes of plugins."""
     settings = service.config.server
-    app = FastAPI(title="halogen", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(info_router(service))
-    app.include_router(generation_router(service))
+    routes = Routes()
+    routes.include(info_routes_of(service))
+    routes.include(generation_routes(service))
     if settings.metrics and settings.metrics_port is None:
-        app.include_router(metrics_router(service))
+        routes.include(metrics_routes(service))
     if settings.admin_key is not None:
-        app.include_router(admin_router(service))
-    for router in extensions:
-        app.include_router(router)
+        routes.include(admin_routes(service))
+    foreign = [router for router in extensions if router.routes]
+
+    async def openapi(request: Request) -> Response:
+        return info_routes.json_response(await asyncio.to_thread(described, routes, foreign))
+
+    app = with_plugins(foreign) if foreign else Starlette()
+    app.router.routes[:0] = routes.served()
+    app.add_route("/openapi.json", openapi)
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_middleware(Gate, settings=settings, keys=read_keys(settings), metrics=service.metrics)
     if settings.cors_origins:
@@ -53,80 +64,69 @@ def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> FastAP
     return app
 
 
-def info_router(service: Service) -> APIRouter:
+def info_routes_of(service: Service) -> Routes:
     """Routes that tell about the server."""
-    router = APIRouter()
+    routes = Routes()
 
-    @router.get("/health")
-    async def health() -> Response:
+    @routes.get("/health")
+    async def health(request: Request) -> Response:
         return await info_routes.health()
 
-    @router.get("/ready")
-    async def ready() -> Response:
+    @routes.get("/ready")
+    async def ready(request: Request) -> Response:
         return await info_routes.ready(service)
 
-    @router.get("/v1/status")
-    async def status() -> Response:
+    @routes.get("/v1/status")
+    async def status(request: Request) -> Response:
         return await info_routes.status(service)
 
-    @router.get("/v1/models")
-    async def models() -> Response:
+    @routes.get("/v1/models")
+    async def models(request: Request) -> Response:
         return await info_routes.models(service)
 
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return await info_routes.model(service, name)
+    @routes.get("/v1/models/{name:path}")
+    async def model(request: Request) -> Response:
+        return await info_routes.model(service, request.path_params["name"])
 
-    @router.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
         return await tokens.tokenizer_info(service)
 
-    return router
+    return routes
 
 
-def generation_router(service: Service) -> APIRouter:
-    """Routes that take a body; it is parsed by msgspec, not by FastAPI."""
-    router = APIRouter()
+def generation_routes(service: Service) -> Routes:
+    """Routes that take a body; it is parsed by msgspec."""
+    routes = Routes()
 
-    @router.post("/v1/chat/completions", openapi_extra=_body(ChatBody))
+    @routes.post("/v1/chat/completions", ChatBody)
     async def chat_route(request: Request) -> Response:
         return await chat_completions(service, request)
 
-    @router.post("/v1/completions", openapi_extra=_body(CompletionBody))
+    @routes.post("/v1/completions", CompletionBody)
     async def completions_route(request: Request) -> Response:
         return await completions(service, request)
 
-    @router.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    @routes.post("/tokenize", TokenizeBody)
     async def tokenize_route(request: Request) -> Response:
         return await tokens.tokenize(service, request)
 
-    @router.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    @routes.post("/detokenize", DetokenizeBody)
     async def detokenize_route(request: Request) -> Response:
         return await tokens.detokenize(service, request)
 
-    return router
+    return routes
 
 
-def metrics_router(service: Service) -> APIRouter:
+def metrics_routes(service: Service) -> Routes:
     """`/metrics`, here or on a port of its own."""
-    router = APIRouter()
+    routes = Routes()
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    @routes.get("/metrics")
+    async def metrics(request: Request) -> Response:
         return await info_routes.metrics(service)
 
-    return router
-
-
-def _body(kind: type) -> dict[str, Any]:
-    """The OpenAPI description of a msgspec body."""
-    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schema | {"$defs": parts}}},
-        }
-    }
+    return routes
 
 
 async def _raise_ours(request: Request, exc: Exception) -> Response:

@@ -10,22 +10,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 
 from halogen_core.config import Config, ServerSettings
 from halogen_core.engine.client import EngineClient
+from halogen_core.engine.garbage import set_aside
 from halogen_core.engine.grammar import Grammars
 from halogen_core.errors import ConfigError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.chat_template import has_chat_template, render_chat
 from halogen_core.server.admin import keep_cache, restore_cache
 from halogen_core.server.admission import Admission
-from halogen_core.server.app import create_app, metrics_router
+from halogen_core.server.app import create_app, metrics_routes
 from halogen_core.server.http import with_deadlines
 from halogen_core.server.metrics import Metrics
 from halogen_core.server.service import Service
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +119,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
 
-def make_server(service: Service, app: FastAPI) -> DrainingServer:
+def make_server(service: Service, app: Starlette) -> DrainingServer:
     """A uvicorn server for `app` that drains `service` on a signal."""
     settings = service.config.server
     config = uvicorn.Config(
@@ -197,6 +202,7 @@ async def _start(
 ) -> None:
     try:
         service.engine_started(await start_engine())
+        set_aside()
         await restore_cache(service)
     except BaseException:
         server.should_exit = True
@@ -231,8 +237,7 @@ async def _serve_metrics(service: Service) -> asyncio.Task[None] | None:
     settings = service.config.server
     if not settings.metrics or settings.metrics_port is None:
         return None
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(metrics_router(service))
+    app = Starlette(routes=metrics_routes(service).served())
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     listener = bind_tcp(settings.host, settings.metrics_port)

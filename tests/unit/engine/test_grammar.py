@@ -25,7 +25,7 @@ def tokenizer(ends=(END,)):
     pieces = [*LETTERS, "<end>"]
     core = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(LETTERS)}, merges=[]))
     return Tokenizer(
-        core=core,
+        build=lambda: core,
         pieces=[p.replace(" ", "▁") for p in pieces],
         kinds=[TokenKind.NORMAL] * len(LETTERS) + [TokenKind.CONTROL],
         byte_level=False,

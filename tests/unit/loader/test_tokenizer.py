@@ -177,6 +177,16 @@ def test_unusable_vocabularies_are_refused(name):
     assert "some.gguf" in failure.value.message
 
 
+def test_a_vocabulary_is_told_before_it_can_encode_and_merges_are_let_go():
+    tokenizer = gguf_tokenizer(metadata(eos_token_id=1), "some.gguf")
+    recipe = tokenizer._build
+    assert 1 in tokenizer.end_token_ids
+    assert recipe.metadata.values, "nothing is built yet"
+    assert tokenizer.prepare() is tokenizer
+    assert not recipe.metadata.values
+    assert tokenizer.encode("ab") == tokenizer.prepare().encode("ab")
+
+
 def test_every_known_rule_builds():
     assert len(PRE_TOKENIZERS) > 40
     for name in PRE_TOKENIZERS:

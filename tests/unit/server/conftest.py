@@ -52,7 +52,7 @@ def byte_tokenizer():
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return Tokenizer(
-        core=core,
+        build=lambda: core,
         pieces=pieces + CONTROL,
         kinds=[TokenKind.NORMAL] * 256 + [TokenKind.CONTROL] * 4,
         byte_level=True,
