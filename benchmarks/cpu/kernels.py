@@ -1,6 +1,6 @@
 """Each kernel's share of the machine's ceilings, kernel by kernel within a model's own steps.
 
-    python benchmarks/cpu/kernels.py [--threads N] [--kernels avx2] [--model NAME] [--out FILE]
+    python benchmarks/cpu/kernels.py [--threads N] [--kernels avx2] [--model NAME]
 
 Ceilings are measured first (`ceiling.c`, compiled here): reading memory, multiplying. Then steps
 are captured and every kernel of them is timed on its own (best of some runs, weights from memory).
@@ -137,10 +137,11 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--model", default="smollm2-q4_1")
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="", help="a file; else results/kernels-ISA.json")
     options = parser.parse_args()
+    chosen = native.kernels(options.kernels)
     result = {
-        "machine": machine(), "threads": options.threads, "kernels": options.kernels,
+        "machine": machine(), "threads": options.threads, "kernels": chosen.isa,
         "model": options.model, "ceilings": ceilings(options.threads), "steps": {},
     }  # fmt: skip
     engine = build_engine(
@@ -157,8 +158,8 @@ def main():
         result["steps"][name] = report(profile(engine, sequences, RUNS.get(name, 15)))
     engine.close()
     text = json.dumps(result, indent=1)
-    if options.out:
-        Path(options.out).write_text(text + "\n")
+    target = options.out or HERE / "results" / f"kernels-{chosen.isa}.json"
+    Path(target).write_text(text + "\n")
     print(text)
 
 

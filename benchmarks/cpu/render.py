@@ -6,6 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "plugins/cpu_ggml/README.md"
 BEGIN, END = "<!-- figures: begin (benchmarks/cpu/render.py) -->", "<!-- figures: end -->"
+ISAS = ("avx512", "avx2")
 COLUMNS = ("smollm2-q4_1", "smollm2-q4_k_m", "smollm2-q8_0", "smollm2-f16", "gemma3-270m")
 ROWS = {
     "decode.decode_tok_s": "decode, 1 stream",
@@ -25,8 +26,8 @@ UNITS = {"s": "s", "ms": "ms", "mib": "MiB"}
 KERNELS_DOC = HERE.parents[1] / "docs/explanation/cpu-kernels.md"
 
 
-def results(threads):
-    files = {c: HERE / "results" / f"{c}-{threads}threads.json" for c in COLUMNS}
+def results(isa, threads):
+    files = {c: HERE / "results" / f"{c}-{threads}threads-{isa}.json" for c in COLUMNS}
     return {c: json.loads(f.read_text()) for c, f in files.items() if f.exists()}
 
 
@@ -55,10 +56,11 @@ def table(found):
     return lines
 
 
-def text(threads=2):
-    found = results(threads)
+def text(isa, threads=2):
+    """The table of the kernels of one instruction set, on the machine that they were taken on."""
+    found = results(isa, threads)
     if not found:
-        return "No figures have been taken yet."
+        return f"**{isa}**: no figures have been taken yet."
     first = next(iter(found.values()))
     parts = [p for r in found.values() for p in r["parts"].values()]
     calm = [p for r in found.values() for n, p in r["parts"].items() if n != "contended"]
@@ -66,19 +68,25 @@ def text(threads=2):
     taken = f"{min(p['taken'] for p in parts)} to {max(p['taken'] for p in parts)} UTC"
     cpu = f"{first['machine']['cpu']} with {first['machine']['cpus']} cores"
     head = [
-        f"Ratio to llama.cpp's server ({first['peer']}): more is better for us, also where less is",
-        f"faster; in brackets our own figure. {threads} threads each, interleaved over HTTP,",
-        f"medians, {cpu}, {taken}; other processes took at most {busiest:.2f} cores. At depth the",
-        "peer is the better of flash attention on and off. **Bold** misses its target.",
+        f"**Kernels: {isa}.** Ratio to llama.cpp's server ({first['peer']}): more is better for",
+        f"us, also where less is faster; in brackets our own figure. {threads} threads each,",
+        f"interleaved over HTTP, medians, {cpu} ({generation(first)}), {taken};",
+        f"other processes took at most {busiest:.2f} cores. At depth the peer is the better of",
+        "flash attention on and off. **Bold** misses its target.",
     ]
     return "\n".join([*head, "", *table(found)])
+
+
+def generation(result):
+    """What the CPU's instruction sets are, as its name does not tell."""
+    return " ".join(result["machine"]["isa"])
 
 
 def kernel_table(path):
     """Rows of kernels by step, with their share of what bounds them."""
     d = json.loads(path.read_text())
     top, threads = d["ceilings"], d["threads"]
-    isa = "avx512" if "avx512_int8" in top and d["kernels"] == "auto" else "avx2"
+    isa = d["kernels"]
     memory, int8, f32 = (
         top["read_gb_s"][1],
         threads * top[f"{isa}_int8"],
@@ -86,8 +94,9 @@ def kernel_table(path):
     )
     one, _ = top["read_gb_s"]
     lines = [
-        f"**{isa}**, {d['model']}, {threads} threads; ceilings measured beside it: reading",
-        f"{memory} GB/s (one thread {one}), 8-bit {int8} Gop/s, float {f32} Gop/s.", "",
+        f"**{isa}**, {d['model']}, {threads} threads, a CPU with {generation(d)};",
+        f"ceilings measured beside it: reading {memory} GB/s (one thread {one}),",
+        f"8-bit {int8} Gop/s, float {f32} Gop/s.", "",
         "| step | kernel | ms | GB/s | Gop/s | share of a ceiling |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for step, rows in d["steps"].items():
@@ -105,8 +114,8 @@ def kernel_table(path):
 
 
 def kernels_text():
-    files = sorted((HERE / "results").glob("kernels-*.json"), reverse=True)
-    return "\n".join("\n".join([*kernel_table(f), ""]) for f in files)
+    files = [HERE / "results" / f"kernels-{isa}.json" for isa in ISAS]
+    return "\n".join("\n".join([*kernel_table(f), ""]) for f in files if f.exists())
 
 
 def between(path, new):
@@ -115,7 +124,7 @@ def between(path, new):
 
 
 def main():
-    between(README, text())
+    between(README, "\n\n".join(text(isa) for isa in ISAS))
     between(KERNELS_DOC, kernels_text())
 
 
