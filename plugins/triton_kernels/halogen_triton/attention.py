@@ -294,6 +294,7 @@ def _decode(
         STORE=kv.store,
         DIRECT=not sequences.flash,
         UNMASKED=plan.decode.unmasked,
+        LAZY=plan.decode.lazy,
         PDL=plan.decode.pdl,
         **plan.decode.options,
     )

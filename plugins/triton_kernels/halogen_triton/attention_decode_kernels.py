@@ -91,6 +91,7 @@ def decode(
     STORE: tl.constexpr,
     DIRECT: tl.constexpr,
     UNMASKED: tl.constexpr,
+    LAZY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sequences with at most MAX_DECODE queries; SINGLE: all have exactly one.
@@ -145,6 +146,7 @@ def decode(
         acc, m_i, l_i = attend_range(
             qt, k, ks, v, vs, table, low, low + count * BN, length - n_q, length, head, positions,
             qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP, STORE, UNMASKED,
+            LAZY,
         )  # fmt: skip
         if DIRECT:
             finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)
@@ -161,8 +163,8 @@ def decode(
             arrived = tl.atomic_add(joins + seq * HKV + head, 1, sem="acq_rel")
             if arrived == high_part - low_part:
                 m_j, l_j, acc_j = join_parts(
-                    partial, lse, a, low_part, high_part, each, more, ROWS, PARTS, D_PAD
-                )
+                    partial, lse, a, low_part, high_part, each, more, G * n_q, ROWS, PARTS, D_PAD
+                )  # fmt: skip
                 rr = tl.arange(0, ROWS)
                 finish(
                     acc_j, m_j, l_j, sinks, head * G + rr % G, out, first_row, rr // G,
@@ -182,6 +184,38 @@ def leave_part(partial, lse, slot, kept, acc, m_i, l_i, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def load_parts(
+    partial,
+    lse,
+    c0,
+    high,
+    a,
+    each,
+    more,
+    live,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """What programs c0 to c0 + PARTS - 1, at most `high`, left: lse [ROWS, PARTS], rows [ROWS, PARTS, D]."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD)
+    c = c0 + tl.arange(0, PARTS)
+    filled = (r < live)[:, None] & (c <= high)[None, :]
+    # a program's second slot is for the pair that begins within its share
+    slot = (c * 2 + (first_tile(c, each, more) < a).to(tl.int32))[None, :] * ROWS + r[:, None]
+    # past the first-level cache: it may hold what a slot held before
+    part = tl.load(lse + slot, mask=filled, other=float("-inf"), cache_modifier=".cg")
+    x = tl.load(
+        partial + slot[:, :, None] * D_PAD + d[None, None, :],
+        mask=filled[:, :, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return part, x
+
+
+@triton.jit
 def join_parts(
     partial,
     lse,
@@ -190,34 +224,29 @@ def join_parts(
     high,
     each,
     more,
+    live,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    """(m, l, acc) of the (sequence, head) whose tiles begin at `a`, from parts of programs low to high."""
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, D_PAD)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    for c0 in range(low, high + 1, PARTS):
-        c = c0 + tl.arange(0, PARTS)
-        filled = c <= high
-        # a program's second slot is for the pair that begins within its share
-        slot = (c * 2 + (first_tile(c, each, more) < a).to(tl.int32))[:, None] * ROWS + r[None, :]
-        # past the first-level cache: it may hold what a slot held before
-        part = tl.load(lse + slot, mask=filled[:, None], other=float("-inf"), cache_modifier=".cg")
-        x = tl.load(
-            partial + slot[:, :, None] * D_PAD + d[None, None, :],
-            mask=filled[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m_i, tl.max(part, 0))
+    """(m, l, acc) of the (sequence, head) whose tiles begin at `a`, from parts of programs low to high.
+
+    Rows come before parts, so that each warp has rows of its own and sums their parts in registers.
+    The first parts are joined outside the loop: most pairs have no more, and the loop's values take
+    their layouts, or each round would move its sums through shared memory.
+    """
+    part, x = load_parts(partial, lse, low, high, a, each, more, live, ROWS, PARTS, D_PAD)
+    m_i = tl.max(part, 1)
+    w = tl.exp2(part - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
+    l_i = tl.sum(w, 1)
+    acc = tl.sum(x * w[:, :, None], 1)
+    for c0 in tl.range(low + PARTS, high + 1, PARTS, num_stages=1):
+        part, x = load_parts(partial, lse, c0, high, a, each, more, live, ROWS, PARTS, D_PAD)
+        m_new = tl.maximum(m_i, tl.max(part, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        w = tl.exp2(part - safe[None, :])
+        w = tl.exp2(part - safe[:, None])
         alpha = tl.exp2(m_i - safe)
-        acc = acc * alpha[:, None] + tl.sum(x * w[:, :, None], 0)
-        l_i = l_i * alpha + tl.sum(w, 0)
+        acc = acc * alpha[:, None] + tl.sum(x * w[:, :, None], 1)
+        l_i = l_i * alpha + tl.sum(w, 1)
         m_i = m_new
     return m_i, l_i, acc

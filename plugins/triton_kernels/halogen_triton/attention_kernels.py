@@ -79,6 +79,6 @@ def prefill(
     acc, m_i, l_i = attend_range(
         qt, k, ks, v, vs, tables + seq.to(tl.int64) * table_stride, begin, end, before, end, head,
         length - n_q + token, qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP,
-        STORE, UNMASKED,
+        STORE, UNMASKED, False,
     )  # fmt: skip
     finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)

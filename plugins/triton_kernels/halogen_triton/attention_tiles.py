@@ -127,9 +127,13 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
+    LAZY: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of BN keys from n0: new (acc, m_i, l_i); m_i in log2 units; qk_scale is positive."""
+    """One tile of BN keys from n0: new (acc, m_i, l_i); m_i in log2 units; qk_scale is positive.
+
+    LAZY: l_i [BM, BN] is summed over keys at the end, not over the warps of every tile.
+    """
     n = tl.arange(0, BN)
     inside = n0 + n < end
     rows = rows_of_keys(table, low_block, high_block, n0, n, inside, head, HKV, PAGE, BN)
@@ -153,7 +157,10 @@ def attend(
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * unit - safe[:, None])
     alpha = tl.exp2(m_i - safe)
-    l_i = l_i * alpha + tl.sum(p, 1)
+    if LAZY:
+        l_i = l_i * alpha[:, None] + p
+    else:
+        l_i = l_i * alpha + tl.sum(p, 1)
     vt = kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
     acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l_i
@@ -185,12 +192,13 @@ def attend_range(
     SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
     UNMASKED: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """(acc, m_i, l_i) of keys low to high, low a multiple of BN. `before` is the first query's
     position: tiles that end at or before it need no mask, and with UNMASKED get a loop of their own.
     """
     m_i = tl.full([BM], float("-inf"), tl.float32)
-    l_i = tl.zeros([BM], tl.float32)
+    l_i = tl.zeros([BM, BN] if LAZY else [BM], tl.float32)
     acc = tl.zeros([BM, D_PAD], tl.float32)
     # one tile ahead, so that no load of K waits for a load of the table
     low_block, high_block = blocks_of(table, low, end, PAGE, BN)
@@ -200,7 +208,8 @@ def attend_range(
             next_low, next_high = blocks_of(table, n0 + BN, end, PAGE, BN)
             acc, m_i, l_i = attend(
                 acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head,
-                positions, qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, False,
+                positions, qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, LAZY,
+                False,
             )  # fmt: skip
             low_block, high_block = next_low, next_high
         low = seen
@@ -208,9 +217,11 @@ def attend_range(
         next_low, next_high = blocks_of(table, n0 + BN, end, PAGE, BN)
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head, positions,
-            qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, True,
+            qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, LAZY, True,
         )  # fmt: skip
         low_block, high_block = next_low, next_high
+    if LAZY:
+        l_i = tl.sum(l_i, 1)
     return acc, m_i, l_i
 
 

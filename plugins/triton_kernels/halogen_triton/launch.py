@@ -38,7 +38,9 @@ class Launch:
     pdl: bool = False
     """NVIDIA only: programmatic dependent launch."""
     unmasked: bool = True
-    """Attention: a loop of its own for tiles that need no mask (faster, more registers)."""
+    """Attention: a loop of its own for tiles that need no mask (more code, more registers)."""
+    lazy: bool = False
+    """Decode attention: weights are summed at the end (fewer barriers, more registers)."""
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import os
 
+import attrs
 import pytest
 import torch
 
@@ -174,6 +175,16 @@ def test_layer_options(options, flash):
     shape = heads(**options)
     check(Problem([60, 19, 5], [1, 1, 1], shape), "f32", flash=flash)
     check(Problem([60, 19, 5], [7, 19, 1], shape), "f32", flash=flash)
+
+
+@pytest.mark.parametrize("unmasked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 24}, {"d": 24}], ids=str)
+def test_weights_summed_at_the_end(unmasked, options):
+    decode = Launch(block_n=16, unmasked=unmasked, lazy=True)
+    launch = attrs.evolve(plan(programs=7), decode=decode)
+    for flash in (False, True):
+        problem = Problem([70, 3, 33], [1, 1, 1], heads(**options))
+        check(problem, "f32", launch=launch, flash=flash)
 
 
 def test_counters_are_left_at_zero():
