@@ -146,9 +146,12 @@ def _rehearse(engine: Engine, config: Config) -> int:
         max_tokens=config.engine.max_batch_tokens,
         context=min(engine.info.context_length, room),
     )
+    # some kinds of step are captured only once they were met a few times
+    times = 3 if runner.backend.capabilities().graph_capture else 1
     for kind in kinds:
         step = rehearse(kind, runner.kv)
-        runner.step(step.batch, step.shape)
+        for _ in range(times):
+            runner.step(step.batch, step.shape)
     runner.backend.synchronize()
     return len(kinds)
 
