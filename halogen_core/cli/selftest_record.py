@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from halogen_core.spi import Finding, Severity
+
+log = logging.getLogger(__name__)
 
 FOLDER = "selftest"
 
@@ -24,9 +27,12 @@ def keep_record(cache_dir: Path, report: Mapping[str, Any]) -> None:
     if not report["passed"]:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     told = fingerprint(report["versions"], report["device"])
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    except OSError as exc:
+        log.warning("doctor will not know of this selftest: `%s`: %s", path, exc.strerror)
 
 
 def record_findings(cache_dir: Path, versions: Mapping[str, str]) -> Iterator[Finding]:

