@@ -23,14 +23,16 @@ OUTPUT = ROOT / "halogen_cpu_ggml" / "_kernels.so"
 PER_ISA = ("gemm.c", "attention.c", "elementwise.c", "experts.c")
 ONCE = ("dispatch.c", "team.c", "pack.c", "sample.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-fno-math-errno"]
+# the portable rounding adds a constant to a product: fused, ties would go another way
+SCALAR = {"scalar": ["-ffp-contract=off"]}
 # a machine's instruction sets with their flags; each set has a table in csrc/dispatch.c
 ISAS = {
     "x86_64": {
         "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
         "avx2": ["-march=x86-64-v3"],
-        "scalar": [],
+        **SCALAR,
     },
-    "aarch64": {"neon_dotprod": ["-march=armv8.2-a+dotprod"], "neon": [], "scalar": []},
+    "aarch64": {"neon_dotprod": ["-march=armv8.2-a+dotprod"], "neon": [], **SCALAR},
 }
 SAME_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
 
@@ -73,7 +75,7 @@ def build(output: Path = OUTPUT) -> str | None:
 
 def compile_all(cc: list[str], folder: Path) -> list[str]:
     """Object files of every kernel in each instruction set of the machine that `cc` is for."""
-    isas = ISAS.get(target(cc), {"scalar": []})
+    isas = ISAS.get(target(cc), SCALAR)
     have = [f"-DHX_HAVE_{isa.upper()}" for isa in isas]
     jobs = [(src, "", [*FLAGS, *have]) for src in ONCE]
     for isa, flags in isas.items():
