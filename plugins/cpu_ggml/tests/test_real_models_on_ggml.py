@@ -5,6 +5,7 @@ import json.decoder
 import random
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ggml_cases import backend_for
 
 from halogen_core.loader import load_tokenizer, open_model
 from halogen_core.models import Decoder, config_of, kv_spec
-from halogen_core.spi import StepShape, TorchBackend
+from halogen_core.spi import StepShape, TorchBackend, WeightRole
 from halogen_core.spi.testing import Share, step_batch
 
 ROOT = Path(__file__).parents[3]
@@ -31,10 +32,11 @@ def texts():
 
 
 class Model:
-    def __init__(self, path, backend, kv_dtype):
-        checkpoint = open_model(path)
+    def __init__(self, path, backend, kv_dtype, change=lambda checkpoint: checkpoint):
+        stored = open_model(path)
+        checkpoint = change(stored)
         self.backend, config = backend, config_of(checkpoint)
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = load_tokenizer(stored)
         self.decoder = Decoder.load(config, checkpoint, backend)
         layout = backend.kv_layout(kv_spec(config, dtype=kv_dtype, block_size=16))
         self.kv = backend.kv_alloc(layout, 64)
@@ -67,6 +69,46 @@ def smollm2_reference(smollm2_path):
 @pytest.mark.parametrize("mode", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_smollm2_distributions(smollm2_path, smollm2_reference, mode):
     kl, top1 = agreement(Model(smollm2_path, backend_for(mode), "f16"), smollm2_reference)
+    assert kl <= KL_LIMIT
+    assert top1 >= TOP1_LIMIT
+
+
+class InFloat8:
+    """A checkpoint whose layers' matrices are next to its own in F8_E4M3, blocks of 128 × 128."""
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    def __getattr__(self, name):
+        return getattr(self.stored, name)
+
+    def tensor(self, name):
+        tensor = self.stored.tensor(name)
+        if not name.startswith("blk.") or len(tensor.shape) != 2:
+            return tensor
+        plain = TorchBackend()
+        values = torch.from_numpy(plain.unpack(plain.pack([tensor], WeightRole.LINEAR)))
+        lines = values.abs().split(128)
+        largest = [[part.max() for part in line.split(128, dim=1)] for line in lines]
+        scale = torch.tensor(largest) / 448
+        wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        codes = (values / wide[: len(values), : values.shape[1]]).to(torch.float8_e4m3fn)
+        return attrs.evolve(
+            tensor,
+            format="F8_E4M3",
+            data=codes.view(torch.uint8).numpy().reshape(-1),
+            aux={"scale": scale.numpy(), "block": np.array([128, 128], np.int32)},
+        )
+
+
+@pytest.mark.slow
+def test_smollm2_in_fp8(smollm2_path):
+    backend = backend_for("auto")
+    reference = Model(smollm2_path, TorchBackend(), "f32", InFloat8)
+    kl, top1 = agreement(Model(smollm2_path, backend, "f16", InFloat8), reference)
+    assert any(
+        "210 F8_E4M3 tensors are kept as F16" in line for line in backend.conversions.lines()
+    )
     assert kl <= KL_LIMIT
     assert top1 >= TOP1_LIMIT
 
