@@ -1,7 +1,7 @@
 """Python's cycle collector, kept from walking the whole heap between two steps.
 
 A full collection visits every object there is: with a million cached blocks it takes three
-seconds. Here what survives a young collection is set aside (`gc.freeze`), so that no collection
+seconds. Here what survives a collection is set aside (`gc.freeze`), so that no collection
 ever sees more than a few hundred steps' worth. Reference counts free what was set aside as
 usual; only cycles among it would stay for good, and requests make none (a test counts them).
 """
@@ -31,7 +31,8 @@ class SetAside:
         set_aside()
 
     def after_step(self, num_steps: int) -> None:
-        """Called after every step; now and then collects what is young and keeps the rest."""
+        """Called after every step; now and then collects what came since and keeps the rest."""
         if num_steps % EVERY_STEPS == 0:
-            gc.collect(1)
+            # the old too: cycles of a compiler outlive young collections, 2 MB for each kernel
+            gc.collect()
             gc.freeze()

@@ -1,6 +1,7 @@
 """What a request leaves behind: nothing for the cycle collector, which hardly ever runs."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -47,6 +48,26 @@ def test_requests_make_no_cycles(make_engine, collector_off):
         gc.set_debug(0)
         gc.garbage.clear()
     assert ours == []
+
+
+def test_cycles_that_grew_old_before_they_were_dropped_are_not_set_aside(collector_off):
+    """As a compiler leaves them: alive through young collections, garbage when it is done."""
+    collector = SetAside()
+    tree = Node()
+    gone = weakref.ref(tree)
+    for generation in (0, 1):
+        gc.collect(generation)
+    del tree
+    assert gone() is not None
+    collector.after_step(EVERY_STEPS)
+    assert gone() is None
+
+
+class Node:
+    """One object that refers to itself."""
+
+    def __init__(self):
+        self.parent = self
 
 
 def test_what_lives_on_is_seen_by_no_later_collection(collector_off):
