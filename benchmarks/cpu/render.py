@@ -20,7 +20,8 @@ ROWS = {
     "streams_32.total_tok_s": "32 streams (512 in, 128 out)",
     "shared_3k.wall_s": "20 questions on one 3K prompt",
     "start.cold_start_s": "cold start to first token",
-    "start.resident_mib": "resident memory",
+    "start.resident_mib": "resident memory, shared pages by parts",
+    "start.rss_mib": "resident memory, summed over processes",
 }
 UNITS = {"s": "s", "ms": "ms", "mib": "MiB"}
 KERNELS_DOC = HERE.parents[1] / "docs/explanation/cpu-kernels.md"

@@ -75,6 +75,10 @@ class Server:
         """Proportional set size of the process tree."""
         return sum(p.memory_full_info().pss for p in self.tree()) / 2**20
 
+    def rss_mib(self):
+        """Resident memory of the processes, shared pages counted in each."""
+        return sum(p.memory_info().rss for p in self.tree()) / 2**20
+
     def cpu_seconds(self):
         return sum(t.user + t.system for t in (p.cpu_times() for p in self.tree()))
 

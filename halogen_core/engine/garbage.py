@@ -8,7 +8,9 @@ usual; only cycles among it would stay for good, and requests make none (a test 
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 
 EVERY_STEPS = 256
 
@@ -22,6 +24,17 @@ def set_aside() -> None:
     """The start is over: keep what there is, collect what comes."""
     gc.freeze()
     gc.enable()
+
+
+def give_back() -> None:
+    """Hand the system what malloc keeps of freed memory, where that is glibc's.
+
+    A tokenizer of 262,144 pieces leaves 40 MB behind while it is built.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 class SetAside:

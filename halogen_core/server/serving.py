@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from halogen_core.config import Config, ServerSettings
 from halogen_core.engine.client import EngineClient
-from halogen_core.engine.garbage import set_aside
+from halogen_core.engine.garbage import give_back, set_aside
 from halogen_core.engine.grammar import Grammars
 from halogen_core.errors import ConfigError
 from halogen_core.loader import Tokenizer
@@ -203,6 +203,7 @@ async def _start(
     try:
         service.engine_started(await start_engine())
         set_aside()
+        await asyncio.to_thread(give_back)
         await restore_cache(service)
     except BaseException:
         server.should_exit = True
