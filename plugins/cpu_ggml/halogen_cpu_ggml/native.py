@@ -293,6 +293,18 @@ def _library() -> C.CDLL | None:
             code="HRT-3611",
             fix=REBUILD,
         ) from exc
+    try:
+        _declare(lib)
+    except AttributeError as exc:
+        raise _stale(f"lack a function ({exc})") from exc
+    for name, struct in _SIZES.items():
+        if lib.hx_struct_size(name.encode()) != C.sizeof(struct):
+            raise _stale(f"disagree about `{name}`")
+    return lib
+
+
+def _declare(lib: C.CDLL) -> None:
+    """Types of what is called; raises `AttributeError` for what an older build does not have."""
     lib.hx_kernels.restype, lib.hx_kernels.argtypes = C.POINTER(Table), [C.c_char_p]
     lib.hx_struct_size.restype, lib.hx_struct_size.argtypes = _L, [C.c_char_p]
     lib.hx_tile_size.restype, lib.hx_tile_size.argtypes = _L, [_L, _L]
@@ -300,14 +312,11 @@ def _library() -> C.CDLL | None:
     lib.hx_team_new.restype, lib.hx_team_new.argtypes = _P, [C.c_int, _P]
     lib.hx_team_free.restype, lib.hx_team_free.argtypes = None, [_P]
     lib.hx_team_threads.restype, lib.hx_team_threads.argtypes = C.c_int, [_P]
-    for name, struct in _SIZES.items():
-        if lib.hx_struct_size(name.encode()) != C.sizeof(struct):
-            raise PluginError(
-                f"the compiled kernels disagree about `{name}`: they are from another version",
-                code="HRT-3611",
-                fix=REBUILD,
-            )
-    return lib
+
+
+def _stale(how: str) -> PluginError:
+    text = f"the compiled kernels {how}: they are from another version"
+    return PluginError(text, code="HRT-3611", fix=REBUILD)
 
 
 def isas(machine: str) -> tuple[str, ...]:

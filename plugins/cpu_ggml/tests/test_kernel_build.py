@@ -3,6 +3,7 @@
 import importlib
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import emulation
@@ -72,5 +73,22 @@ def test_a_cross_compiler_decides_what_is_built(build, monkeypatch, tmp_path):
         with pytest.raises(PluginError, match="another machine") as caught:
             native.kernels("auto")
         assert caught.value.code == "HRT-3611"
+    finally:
+        native._library.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_a_library_of_an_older_version_is_named(monkeypatch, tmp_path):
+    """After an update the old one may lack a function that is called now."""
+    source, library = tmp_path / "old.c", tmp_path / "kernels.so"
+    source.write_text("void *hx_kernels(char *isa) { return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setattr(native, "LIBRARY", library)
+    native._library.cache_clear()
+    try:
+        with pytest.raises(PluginError, match="hx_struct_size.*another version") as caught:
+            native.kernels("auto")
+        assert caught.value.code == "HRT-3611"
+        assert "reinstall" in caught.value.fix
     finally:
         native._library.cache_clear()
