@@ -34,6 +34,7 @@ from halogen_core.spi.abilities import (
 from halogen_core.spi.arrays import Array
 from halogen_core.spi.backend import Backend, Capabilities, Replay
 from halogen_core.spi.conversions import Conversions
+from halogen_core.spi.costs import LinearCost
 from halogen_core.spi.float8 import (
     FLOAT8,
     check_float8,
@@ -41,7 +42,6 @@ from halogen_core.spi.float8 import (
     float8_rounding,
     float8_values,
 )
-from halogen_core.spi.costs import LinearCost
 from halogen_core.spi.formats import FORMATS, WeightFormat
 from halogen_core.spi.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from halogen_core.spi.memory import (

@@ -106,9 +106,7 @@ def test_a_plan_is_a_promise(backend):
     )
     assert kv.num_blocks == plan.num_blocks
     assert backend.memory()[0].free >= free - sum(p.bytes for p in plan.pools)
-    with pytest.raises(
-        OutOfMemory, match=r"a session of 12800000 tokens takes .*less static"
-    ):
+    with pytest.raises(OutOfMemory, match=r"a session of 12800000 tokens takes .*less static"):
         backend.plan(
             MemoryRequest(static_bytes=0, temp_bytes=0, kv_layout=layout, min_blocks=100_000)
         )
