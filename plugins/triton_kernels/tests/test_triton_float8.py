@@ -99,5 +99,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_directory_gives_the_logits_of_the_stored_values(tmp_path, form):
+    # the oracle is transformers in float64; a machine with a GPU may have none that imports
+    pytest.importorskip("transformers", exc_type=ImportError)
     want = write_model(tmp_path / "m", form)
     assert distance(our_logits(tmp_path / "m", triton_backend()), want) < 1e-4
