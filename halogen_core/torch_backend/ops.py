@@ -52,7 +52,7 @@ class TorchOps:
         return self.rms_norm(total, weight, eps=eps), total
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._activation(x).add_(y)
+        return self._activation(x).add_(self._activation(y))
 
     def linear(self, x: Tensor, weight: Weight, *, bias: Weight | None = None) -> Tensor:
         return self.matmul(self._activation(x), weight.payload, bias.payload if bias else None)
@@ -154,7 +154,7 @@ class TorchOps:
         return apply_experts(x, experts, weights, spec.num_experts, expert)
 
     def select_rows(self, x: Tensor, meta: StepMeta[Tensor]) -> Tensor:
-        return x.index_select(0, meta.logit_rows)
+        return self._activation(x).index_select(0, meta.logit_rows)
 
     def logits(
         self, x: Tensor, weight: Weight, *, scale: float = 1.0, softcap: float | None = None

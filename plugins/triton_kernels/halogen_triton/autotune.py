@@ -99,7 +99,7 @@ def measure(
     try:
         for one in calls:
             ops.tuning = asked = _recording(before)
-            one.call()
+            ops.settled(one.call())
             for kernel, shape in asked.asked:
                 rule = _improve(ops, one, before, kernel, dict(shape), timer)
                 if rule is not None:
@@ -122,18 +122,22 @@ def _improve(
     if start.library:
         return None
 
+    def call() -> Tensor:
+        made: Tensor = ops.settled(one.call())
+        return made
+
     def seconds(rule: Rule) -> float:
         own = attrs.evolve(rule, bounds=shape, least=shape)
         ops.tuning = attrs.evolve(table, rules={**table.rules, kernel: (own,)})
         try:
-            if not torch.allclose(one.call(), want, rtol=TOLERANCE, atol=TOLERANCE):
+            if not torch.allclose(call(), want, rtol=TOLERANCE, atol=TOLERANCE):
                 return float("inf")
-            return timer(one.call)
+            return timer(call)
         except Exception:  # too many registers, too much shared memory, a tile that cannot be
             return float("inf")
 
     ops.tuning = table
-    want = one.call().clone()
+    want = call().clone()
     least = seconds(start)
     moved = True
     while moved:

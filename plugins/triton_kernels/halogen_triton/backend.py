@@ -231,6 +231,9 @@ class TritonBackend(TorchBackend):
     def kv_import(self, kv_cache: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
         kv.import_blocks(kv_cache, blocks, data)
 
+    def download(self, array: Any) -> NDArray[Any]:
+        return super().download(self.triton_ops.settled(array))
+
     # -- step capture
 
     def capture_key(self, batch: StepBatch) -> Hashable | None:

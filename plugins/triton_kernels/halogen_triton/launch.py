@@ -37,6 +37,9 @@ class Launch:
     """AMD only: registers are limited so that so many waves fit a SIMD; 0: no limit."""
     pdl: bool = False
     """NVIDIA only: programmatic dependent launch."""
+    warm: bool = False
+    """NVIDIA only: a linear asks for all its weights before it waits for the kernel before it; for
+    what follows attention, which leaves memory idle."""
     unmasked: bool = True
     """Attention: a loop of its own for tiles that need no mask (more code, more registers)."""
     lazy: bool = False

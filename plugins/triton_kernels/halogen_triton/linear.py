@@ -8,12 +8,12 @@ import triton
 from torch import Tensor
 
 from halogen_triton import linear_kernels as kernels
+from halogen_triton.dense import dense, dense_rule
 from halogen_triton.int8 import Int8, int8_linear, round_rows
 from halogen_triton.interpreter import repair
 from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.plane_kernels import ZEROS
 from halogen_triton.planes import GROUPED, Planes
-from halogen_triton.skinny import few_rows, one_row, skinny_rule
 from halogen_triton.tile_linear import tile_linear, tile_rows
 from halogen_triton.tiles import Tiles
 
@@ -77,26 +77,38 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
-    x = _in_stored_order(x, weight)
-    skinny = skinny_rule(weight, tuning, rows, n)
-    plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked | Int8)
-    if plain and not skinny and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
-        return _library(x, weight, bias)
-    y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
-    if skinny:
+    rule = dense_rule(weight, tuning, rows, n, pairs=int(activation > 0))
+    if rule is not None:
         assert isinstance(weight, Tensor)
-        few_rows(x, weight, skinny, bias, activation, y, joins)
-    elif rows:
+        return dense(
+            x, weight, rule, bias=bias, activation=activation, out_dtype=out_dtype, joins=joins
+        )
+    x = _in_stored_order(x, weight)
+    plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked | Int8)
+    if plain and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
+        return _library(x, weight, bias)
+    if rows > 1 and bias is None and _widens(x, weight, out_dtype):
+        assert isinstance(weight, Tensor)
+        if tuning.rule("dense_gemm", m=rows, n=n, k=k).library:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+    y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
+    if rows:
         assert not activation or (rows == 1 and not isinstance(weight, Stacked))
         _into(y, x, weight, tuning, bias, activation)
     return y
+
+
+def _widens(x: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> bool:
+    """Whether the vendor's library multiplies these into float32 itself, as cuBLAS does halves."""
+    halves = isinstance(weight, Tensor) and x.dtype == weight.dtype and x.element_size() == 2
+    return halves and out_dtype is torch.float32 and x.is_cuda and torch.version.cuda is not None
 
 
 def gates(rows: int, weight: Weight, tuning: Tuning) -> bool:
     """Whether `linear` can apply a gated activation itself."""
     if rows == 1:
         return not isinstance(weight, Stacked | Int8)
-    return skinny_rule(weight, tuning, rows, weight.shape[-2] // 2) is not None
+    return dense_rule(weight, tuning, rows, weight.shape[-2] // 2, pairs=1) is not None
 
 
 def _into(
@@ -117,8 +129,13 @@ def _into(
     if isinstance(weight, Tiles) and not (rows > 1 and _rule(weight, tuning, y, x).library):
         tile_linear(y, x, weight, tuning, bias, activation)
         return
+    if rows == 1 and isinstance(weight, Tensor):
+        one = dense_rule(weight, tuning, rows, n)
+        assert one is not None
+        dense(x, weight, one, bias=bias, y=y)
+        return
     if rows == 1:
-        assert not isinstance(weight, Tiles)
+        assert isinstance(weight, Planes)
         _gemv(x, weight, tuning, bias, activation, y)
         return
     rule = _rule(weight, tuning, y, x)
@@ -217,24 +234,20 @@ def _format(weight: Planes) -> dict[str, int]:
 
 def _gemv(
     x: Tensor,
-    weight: Tensor | Planes,
+    weight: Planes,
     tuning: Tuning,
     bias: Tensor | None,
     activation: int,
     y: Tensor,
 ) -> None:
     n, k = y.shape[1], weight.shape[-1]
-    flags = {"BIAS": bias is not None, "GATED": activation, "PDL": tuning.pdl}
-    extra = y if bias is None else bias
-    if isinstance(weight, Planes):
-        launch = tuning.launch("plane_gemv", n=n, k=k)
-        blocks = min(launch.block_k // 32, triton.next_power_of_2(k // 32))
-        kernels.plane_gemv[(triton.cdiv(n, launch.block_n),)](
-            x, *weight.tensors, extra, y, n, k // 32,
-            BN=launch.block_n, NB=blocks, **_format(weight), **flags, **launch.options,
-        )  # fmt: skip
-        return
-    one_row(x, weight, tuning, bias, activation, y)
+    launch = tuning.launch("plane_gemv", n=n, k=k)
+    blocks = min(launch.block_k // 32, triton.next_power_of_2(k // 32))
+    kernels.plane_gemv[(triton.cdiv(n, launch.block_n),)](
+        x, *weight.tensors, y if bias is None else bias, y, n, k // 32,
+        BN=launch.block_n, NB=blocks, BIAS=bias is not None, GATED=activation, PDL=tuning.pdl,
+        **_format(weight), **launch.options,
+    )  # fmt: skip
 
 
 def _gemm(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halogen_core.spi import (
+    OPS,
     Activation,
     AttentionSpec,
     KVCache,
@@ -28,6 +29,7 @@ from halogen_triton.attention import (
     attention,
     attention_plan,
 )
+from halogen_triton.dense import Normed, Product, dense, dense_rule, to_heads, to_stream
 from halogen_triton.kv import payload
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import embedding_rows, expert_linear, gates, linear
@@ -41,16 +43,22 @@ from halogen_triton.pointwise import (
     rms_norm,
     rotation,
 )
-from halogen_triton.sampling import DrawTensors, draw, draw_arrays, is_plain
+from halogen_triton.sampling import DrawTensors, draw, draw_arrays, draw_tensors, is_plain
 from halogen_triton.tiles import Tiles
 
 Weight = PackedWeight[Tensor]
-_JOINS = 1 << 16
+Rows = Tensor | Normed | Product
+_JOINS = 1 << 19
 """Counters of kernels whose last program joins what others left; each leaves them at 0."""
+_FUSED = frozenset(OPS) - {"attention", "sample"}
 
 
 class TritonOps(TorchOps):
-    """Ops for one device; `flash_threshold` may be changed while running."""
+    """Ops for one device; `flash_threshold` may be changed while running.
+
+    In decode steps of dense weights a `linear` or a norm is only made by the op after it, with
+    which it may share a kernel (`halogen_triton.dense`); `settled` makes it at once.
+    """
 
     def __init__(self, dtype: torch.dtype, tuning: Tuning, device: torch.device) -> None:
         super().__init__(dtype)
@@ -68,22 +76,46 @@ class TritonOps(TorchOps):
             return embedding_rows(token_ids, table.payload, self.dtype, scale=scale)
         return super().embed(token_ids, table, scale=scale)
 
-    def rms_norm(self, x: Tensor, weight: Weight, *, eps: float) -> Tensor:
+    def settled(self, x: Rows) -> Tensor:
+        """What an op left for the next one to make."""
+        if isinstance(x, Normed):
+            return x.settled(pdl=self.tuning.pdl)
+        if isinstance(x, Product):
+            return dense(x.x, x.weight, x.rule, bias=x.bias, joins=self._joins)
+        return x
+
+    def rms_norm(self, x: Rows, weight: Weight, *, eps: float) -> Tensor:
         return rms_norm(self._rows(x), weight.payload, eps, pdl=self.tuning.pdl)[0]
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Weight, *, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self._rows(x), self._rows(residual)
-        return rms_norm(x, weight.payload, eps, residual=residual, pdl=self.tuning.pdl)
+    def add_rms_norm(  # type: ignore[override]
+        self, x: Rows, residual: Tensor, weight: Weight, *, eps: float
+    ) -> tuple[Rows, Tensor]:
+        residual = self._activation(residual).contiguous()
+        # times a norm's weight a row may exceed float16
+        if isinstance(x, Product) and self.dtype is not torch.float16:
+            x = attrs.evolve(x, x=self.settled(x.x))
+            normed = to_stream(x, residual, weight.payload, eps, self._joins)
+            return normed, normed.stream
+        return rms_norm(self._rows(x), weight.payload, eps, residual=residual, pdl=self.tuning.pdl)
 
-    def linear(self, x: Tensor, weight: Weight, *, bias: Weight | None = None) -> Tensor:
+    def linear(  # type: ignore[override]
+        self, x: Rows, weight: Weight, *, bias: Weight | None = None
+    ) -> Rows:
         own = None if bias is None else bias.payload
+        rule = dense_rule(weight.payload, self.tuning, x.shape[0], weight.shape[0])
+        if rule is not None and self._fuses:
+            x = x if isinstance(x, Normed) else self._rows(x)
+            return Product(x, weight.payload, own, rule)
         return linear(self._rows(x), weight.payload, self.tuning, bias=own, joins=self._joins)
+
+    @property
+    def _fuses(self) -> bool:
+        """Whoever serves an op in our place (a kernel pack, a recording) expects tensors."""
+        return self.__dict__.keys().isdisjoint(_FUSED)
 
     def qkv_rope_store(
         self,
-        qkv: Tensor,
+        qkv: Rows,
         kv: KVCache,
         layer: int,
         meta: StepMeta[Tensor],
@@ -92,13 +124,22 @@ class TritonOps(TorchOps):
         q_norm: Weight | None = None,
         k_norm: Weight | None = None,
     ) -> Tensor:
+        cache, heads = payload(kv).layers[layer], _heads(spec)
+        rope = None if spec.rope is None else self._rotation(spec.rope)
+        plain = q_norm is None and k_norm is None and cache.store == 0
+        if isinstance(qkv, Product) and plain and rope is not None and rope.dim == spec.head_dim:
+            rows, n = qkv.shape
+            rule = dense_rule(qkv.weight, self.tuning, rows, n // 2, pairs=2)
+            if rule is not None:
+                at = meta.positions, meta.slot_mapping
+                return to_heads(qkv, rule, cache, *at, heads, rope, self._joins)
         return qkv_rope_store(
             self._rows(qkv),
-            payload(kv).layers[layer],
+            cache,
             meta.positions,
             meta.slot_mapping,
-            _heads(spec),
-            None if spec.rope is None else self._rotation(spec.rope),
+            heads,
+            rope,
             q_norm=None if q_norm is None else q_norm.payload,
             k_norm=None if k_norm is None else k_norm.payload,
             eps=spec.norm_eps,
@@ -136,18 +177,24 @@ class TritonOps(TorchOps):
             joins=self._joins,
         )
 
-    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+    def gated_act(self, gate_up: Rows, kind: Activation) -> Tensor:
         return gated_act(self._rows(gate_up), ACTIVATIONS[kind], pdl=self.tuning.pdl)
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight, kind: Activation) -> Tensor:
-        if not gates(x.shape[0], gate_up.payload, self.tuning):
-            return super().mlp(x, gate_up, down, kind)
-        inner = linear(self._rows(x), gate_up.payload, self.tuning, activation=ACTIVATIONS[kind])
+    def mlp(  # type: ignore[override]
+        self, x: Rows, gate_up: Weight, down: Weight, kind: Activation
+    ) -> Rows:
+        weight, act = gate_up.payload, ACTIVATIONS[kind]
+        rule = dense_rule(weight, self.tuning, x.shape[0], gate_up.shape[0] // 2, pairs=1)
+        if rule is not None and isinstance(x, Normed):
+            inner = dense(x, weight, rule, activation=act, joins=self._joins)
+        elif gates(x.shape[0], weight, self.tuning):
+            rows = self._rows(x)
+            inner = linear(rows, weight, self.tuning, activation=act, joins=self._joins)
+        else:
+            return super().mlp(self._rows(x), gate_up, down, kind)
         return self.linear(inner, down)
 
-    def moe(
-        self, x: Tensor, router: Weight, gate_up: Weight, down: Weight, spec: MoESpec
-    ) -> Tensor:
+    def moe(self, x: Rows, router: Weight, gate_up: Weight, down: Weight, spec: MoESpec) -> Tensor:
         x = self._rows(x)
         if x.shape[0] == 0:
             return x
@@ -160,28 +207,28 @@ class TritonOps(TorchOps):
         return ranked.sum(1).to(self.dtype)
 
     def logits(
-        self, x: Tensor, weight: Weight, *, scale: float = 1.0, softcap: float | None = None
+        self, x: Rows, weight: Weight, *, scale: float = 1.0, softcap: float | None = None
     ) -> Tensor:
-        values = linear(
-            self._rows(x), weight.payload, self.tuning, out_dtype=torch.float32, joins=self._joins
-        )
+        rule = dense_rule(weight.payload, self.tuning, x.shape[0], weight.shape[0])
+        wide = torch.float32
+        if rule is not None and isinstance(x, Normed):
+            values = dense(x, weight.payload, rule, out_dtype=wide, joins=self._joins)
+        else:
+            rows = self._rows(x)
+            values = linear(rows, weight.payload, self.tuning, out_dtype=wide, joins=self._joins)
         if scale != 1.0:
             values = values.mul_(scale)
         return values if softcap is None else values.div_(softcap).tanh_().mul_(softcap)
 
     def sample(self, logits: Tensor, meta: StepMeta[Tensor]) -> Sampled[Tensor]:
-        if isinstance(meta.sampling, DrawTensors):
-            return Sampled(token_ids=draw(logits, meta.sampling))
-        batch = meta.host.sampling
-        if not is_plain(batch):
-            return super().sample(logits, meta)
-        if batch.all_greedy:
-            return Sampled(token_ids=draw(logits, None, joins=self._joins, pdl=self.tuning.pdl))
-        fields = {
-            name: torch.from_numpy(array).to(self.device)
-            for name, array in draw_arrays(batch).items()
-        }
-        return Sampled(token_ids=draw(logits, DrawTensors(fields)))
+        fields = meta.sampling
+        if not isinstance(fields, DrawTensors):
+            batch = meta.host.sampling
+            if not is_plain(batch):
+                return super().sample(logits, meta)
+            arrays = draw_arrays(batch).items()
+            fields = draw_tensors({n: torch.from_numpy(a).to(self.device) for n, a in arrays})
+        return Sampled(token_ids=draw(logits, fields, joins=self._joins, pdl=self.tuning.pdl))
 
     def attention_plan(
         self, head_dim: int, *, quantised: bool, pairs: int = 0, length: int = 0
@@ -194,7 +241,10 @@ class TritonOps(TorchOps):
             self.tuning, head_dim, quantised=quantised, pairs=pairs, length=length
         )
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _activation(self, x: Rows) -> Tensor:
+        return super()._activation(self.settled(x))
+
+    def _rows(self, x: Rows) -> Tensor:
         x = self._activation(x)
         return x if x.stride(-1) == 1 else x.contiguous()
 

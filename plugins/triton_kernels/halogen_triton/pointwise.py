@@ -87,7 +87,8 @@ def qkv_rope_store(  # noqa: PLR0913 (one fused op of the seam)
     q = torch.empty(qkv.shape[0], shape.num_heads * d, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
         return q
-    per = 4
+    # many tokens: as many programs as fill a device, each with more to do than to start
+    per = 4 if qkv.shape[0] < 256 else 16
     kernels.qkv_rope_store[(qkv.shape[0], triton.cdiv(heads, per))](
         qkv,
         q,

@@ -86,6 +86,28 @@ def rms_norm(
 
 
 @triton.jit
+def sin_cos(turns):
+    """Sine and cosine of float64 `turns` (radians / 2 pi) in float32, to about 1e-7.
+
+    float64 until whole turns are off: at position 100,000 a float32 angle is off by 0.004.
+    Polynomials of an eighth of a turn (Moshier's Cephes, sinf and cosf): the library's functions would
+    keep a table for huge angles in memory of their own.
+    """
+    part = (turns - tl.floor(turns)).to(tl.float32)
+    quarter = tl.floor(part * 4.0 + 0.5)
+    x = (part - quarter * 0.25) * 6.283185307179586
+    z = x * x
+    s = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
+    c = 1.0 - 0.5 * z
+    c += z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    q = quarter.to(tl.int32)
+    odd = q % 2 == 1
+    sin = tl.where(odd, c, s) * tl.where((q & 2) == 0, 1.0, -1.0)
+    cos = tl.where(odd, s, c) * tl.where(((q + 1) & 2) == 0, 1.0, -1.0)
+    return sin, cos
+
+
+@triton.jit
 def _store_kv(
     cache, scales, rows, v, d, mask, D: tl.constexpr, STORE: tl.constexpr, D_PAD: tl.constexpr
 ):
@@ -186,11 +208,9 @@ def qkv_rope_store(
             x = tl.where(is_k[:, None], x * w, x)
             y = tl.where(is_k[:, None], y * wp, y)
     if ROPE:
-        # float64: at position 100,000 a float32 angle is off by 0.004
-        turns = position * tl.load(inv_freq + pair, mask=turned, other=0.0)
-        angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
-        cos = tl.where(turned, tl.cos(angle) * factor, 1.0)
-        sin = tl.where(turned, tl.sin(angle) * factor, 0.0) * sign
+        sin, cos = sin_cos(position * tl.load(inv_freq + pair, mask=turned, other=0.0))
+        cos = tl.where(turned, cos * factor, 1.0)
+        sin = tl.where(turned, sin * factor, 0.0) * sign
         x = tl.where(is_v[:, None], x, x * cos[None, :] + y * sin[None, :])
     q_at = t * (HQ * D) + h * D
     tl.store(

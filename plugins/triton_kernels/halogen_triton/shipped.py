@@ -21,13 +21,13 @@ from halogen_triton.attention import (
     attention,
     attention_plan,
 )
+from halogen_triton.dense import Normed, Product, dense, dense_rule, to_heads, to_stream
 from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning, tuning
 from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, gates, linear
 from halogen_triton.planes import PLANE_FORMATS, Planes
 from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
 from halogen_triton.sampling import FIELDS, DrawTensors, draw
-from halogen_triton.skinny import skinny_rule
 from halogen_triton.tiles import Tiles
 
 _NEWEST = ("MXFP4", "INT4", "W8A16")
@@ -153,7 +153,7 @@ def _linear(table: Tuning) -> Iterator[Case]:
         # of the newest formats the shapes that differ most
         for rows in (1, 8, 32, 64, 512) if name not in _NEWEST else (1, 32):
             library = table.rule("dense_gemm", m=rows, n=n, k=k).library
-            if name == "bf16" and rows > 1 and library and not skinny_rule(weight, table, rows, n):
+            if name == "bf16" and rows > 1 and library and not dense_rule(weight, table, rows, n):
                 continue
             x = _meta(rows, k)
             yield f"linear {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)
@@ -169,6 +169,7 @@ def _linear(table: Tuning) -> Iterator[Case]:
                 f"embed {name}",
                 lambda w=weight: embedding_rows(_ints(8), w, torch.bfloat16),
             )
+    yield from _edges(table)
     yield from _tiles(table)
     if "int8_gemm" in table.rules:
         int8 = Int8(_meta(n, k, dtype=torch.int8), _meta(n, dtype=torch.float32))
@@ -186,6 +187,54 @@ def _linear(table: Tuning) -> Iterator[Case]:
     ):
         x = _meta(512, 2048)
         yield f"experts {name}", lambda x=x, w=expert: expert_linear(x, w, rows, table)
+
+
+def _edges(table: Tuning) -> Iterator[Case]:
+    """Dense layers of Qwen2.5-7B with what surrounds them."""
+    h, inner, (hq, hkv, d) = 3584, 18944, _HEADS["28-4x128"]
+    shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5)
+    rope = Rotation(turns=_meta(d // 2, dtype=torch.float64), dim=d)
+    norm, joins = _meta(h, dtype=torch.float32), _ints(1 << 16)
+    qkv, gate_up, head = _meta((hq + 2 * hkv) * d, h), _meta(2 * inner, h), _meta(152064, h)
+    for rows in (1, 8, 32, 64):
+        squares = _meta(896 if rows == 1 else 56, rows, dtype=torch.float32)
+        x = Normed(
+            stream=_meta(rows, h), weighted=_meta(rows, h), squares=squares, weight=norm, eps=1e-6
+        )
+        for k in (h, inner):
+            down = _meta(h, k)
+            rule = dense_rule(down, table, rows, h)
+            if rule is None:
+                return
+            product = Product(_meta(rows, k), down, None, rule)
+            residual = _meta(rows, h)
+            yield (
+                f"stream bf16 from {k} rows {rows}",
+                lambda p=product, r=residual: to_stream(p, r, norm, 1e-6, joins),
+            )
+        pairs = [
+            dense_rule(w, table, rows, w.shape[0] // 2, pairs=i)
+            for i, w in ((1, gate_up), (2, qkv))
+        ]
+        wide = dense_rule(head, table, rows, 152064)
+        if wide is None or None in pairs:
+            return
+        product = Product(x, qkv, _meta(len(qkv)), rule)
+        at = (_ints(rows), _meta(rows, dtype=torch.int64))
+        yield (
+            f"heads bf16 rows {rows}",
+            lambda p=product, r=pairs[1], at=at: to_heads(
+                p, r, _layer_kv("bf16", hkv, d), *at, shape, rope, joins
+            ),
+        )
+        yield (
+            f"gated norm bf16 rows {rows}",
+            lambda x=x, r=pairs[0]: dense(x, gate_up, r, activation=1, joins=joins),
+        )
+        yield (
+            f"logits norm bf16 rows {rows}",
+            lambda x=x, r=wide: dense(x, head, r, out_dtype=torch.float32, joins=joins),
+        )
 
 
 def _tiles(table: Tuning) -> Iterator[Case]:
@@ -227,4 +276,4 @@ def _small(table: Tuning) -> Iterator[Case]:
     fields = {name: _meta(8, dtype=torch.float32) for name in FIELDS} | {"top_k": _ints(8)}
     logits = _meta(8, 152064, dtype=torch.float32)
     yield "sample", lambda: draw(logits, DrawTensors(fields))
-    yield "sample greedy", lambda: draw(logits, None)
+    yield "sample greedy", lambda: draw(logits, DrawTensors())

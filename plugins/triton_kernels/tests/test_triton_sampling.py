@@ -28,7 +28,7 @@ def oracle(logits, temperature, top_k, top_p, min_p, uniform):
     return int(np.searchsorted(running, uniform * running[-1], side="right"))
 
 
-def pick(logits, **fields):
+def pick(logits, mask=None, **fields):
     rows = len(logits)
     kinds = {"top_k": torch.int32}
     given = {
@@ -41,12 +41,20 @@ def pick(logits, **fields):
         .to(DEVICE)
         for name, value in given.items()
     }
-    return draw(torch.from_numpy(logits).to(DEVICE), DrawTensors(tensors)).tolist(), tensors
+    bits = None if mask is None else packed(mask)
+    return draw(torch.from_numpy(logits).to(DEVICE), DrawTensors(tensors, bits)).tolist(), tensors
 
 
-def agrees(logits, **fields):
-    got, given = pick(logits, **fields)
-    for r, row in enumerate(logits):
+def packed(mask):
+    """Allowed tokens [R, V] as words of 32 bits."""
+    padded = np.pad(mask, ((0, 0), (0, -mask.shape[1] % 32)))
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    return torch.from_numpy(words).to(DEVICE)
+
+
+def agrees(logits, mask=None, **fields):
+    got, given = pick(logits, mask, **fields)
+    for r, row in enumerate(logits if mask is None else np.where(mask, logits, -np.inf)):
         want = oracle(row, *(given[name][r].item() for name in given))
         assert got[r] == want, (r, fields)
 
@@ -57,7 +65,7 @@ LOGITS = np.random.default_rng(1).normal(size=(4, 300)).astype(np.float32) * 3
 def test_greedy_takes_the_lowest_of_equals():
     logits = np.zeros((2, 450), np.float32)
     logits[1, [400, 17, 300]] = 2.5
-    assert draw(torch.from_numpy(logits).to(DEVICE), None).tolist() == [0, 17]
+    assert draw(torch.from_numpy(logits).to(DEVICE), DrawTensors()).tolist() == [0, 17]
     assert pick(logits, temperature=0.0)[0] == [0, 17]
 
 
@@ -106,3 +114,54 @@ def test_impossible_tokens_are_never_drawn():
     logits[0, [7, 9]] = 0.0
     for uniform in (0.0, 0.49, 0.51, 0.9999999):
         agrees(logits, uniforms=uniform)
+
+
+LONG = np.random.default_rng(2).normal(size=(2, 3500)).astype(np.float32) * 2
+TRUNCATIONS = [
+    {},
+    {"top_k": 30, "top_p": 0.8},
+    {"top_p": 0.6},
+    # more than a block of candidates, and more than eight: the row itself is gone over
+    {"top_k": 700},
+    {"top_k": 2500, "top_p": 0.99, "temperature": 3.0},
+    {"top_p": 0.9999, "temperature": 3.0},
+    {"min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("fields", TRUNCATIONS, ids=str)
+def test_rows_of_many_blocks(fields):
+    agrees(LONG, uniforms=[0.31, 0.94], **fields)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, *TRUNCATIONS[:4]], ids=str)
+def test_masks_come_before_truncations(fields):
+    mask = np.random.default_rng(3).random(LONG.shape) < 0.2
+    mask[1] = False
+    mask[1, [5, 1333, 3499]] = True
+    agrees(LONG, mask, uniforms=[0.31, 0.94], **fields)
+
+
+def test_rows_that_are_not_finite_give_no_token():
+    logits = LONG[:, :300].copy()
+    logits[0, 200] = np.nan
+    mask = np.ones(logits.shape, bool)
+    mask[1] = False
+    for temperature in (0.0, 0.8):
+        assert pick(logits, mask, temperature=temperature, top_k=4)[0] == [-1, -1]
+    assert draw(torch.from_numpy(logits).to(DEVICE), DrawTensors()).tolist()[0] == -1
+
+
+def test_counters_are_left_at_zero():
+    joins = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
+    fields = {
+        name: torch.full((2,), value, device=DEVICE)
+        for name, value in {
+            "temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.0, "uniforms": 0.4
+        }.items()
+    }  # fmt: skip
+    fields["top_k"] = fields["top_k"].int()
+    logits = torch.from_numpy(LONG).to(DEVICE)
+    first = draw(logits, DrawTensors(fields), joins=joins)
+    assert not joins.any()
+    assert torch.equal(first, draw(logits, DrawTensors(fields), joins=joins))
