@@ -86,6 +86,8 @@ class AttentionPlan:
     """Of a split decode, at most."""
     hopper: Launch | None = None
     """Prefill by `attention_hopper`, where that serves; its `stages` alone count."""
+    direct: bool = True
+    """Short contexts are not split."""
     max_decode: int = 1
     """Queries per sequence up to which the decode kernel serves it."""
 
@@ -111,6 +113,7 @@ def attention_plan(
         decode=decode.launch,
         programs=decode.programs,
         max_decode=1 if decode.programs else 0,
+        direct=decode.direct,
         # Gluon has no interpreter
         hopper=table.launch(HOPPER) if HOPPER in table.rules and not active() else None,
     )
@@ -257,12 +260,13 @@ def _decode(
     num = len(sequences.seq_lens)
     pairs = num * shape.num_kv_heads
     programs, partial, lse = pairs, out, out
-    if sequences.flash:
+    split = sequences.flash or not plan.direct
+    if split:
         programs = plan.split(pairs)
         parts = programs * 2 * rows
         partial = torch.empty(parts, constants["D_PAD"], dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    if not sequences.flash:
+    if not split:
         joins = sequences.seq_lens
     elif joins is None or len(joins) < pairs:
         joins = torch.zeros(pairs, dtype=torch.int32, device=q.device)
@@ -292,7 +296,7 @@ def _decode(
         SOFTCAP=shape.softcap > 0,
         SINKS=sinks is not None,
         STORE=kv.store,
-        DIRECT=not sequences.flash,
+        DIRECT=not split,
         UNMASKED=plan.decode.unmasked,
         LAZY=plan.decode.lazy,
         PDL=plan.decode.pdl,

@@ -68,6 +68,9 @@ class Rule:
     """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill
     kernel
     serves decoding sequences too (the decode kernel would spill)."""
+    direct: bool = True
+    """Short contexts of a split decode take a program per (sequence, head); else they are split too
+    (that kernel would spill)."""
     library: bool = False
     """The vendor's library does better (for planes: even after dequantising them)."""
 

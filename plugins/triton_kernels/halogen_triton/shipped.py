@@ -73,10 +73,12 @@ def _attention(table: Tuning) -> Iterator[Case]:
             kv = _layer_kv(store, hkv, d)
             plan = attention_plan(table, d, quantised=store == "q8_0")
             label = f"{store} {heads}" + ("".join(f" {key}" for key in extra))
-            kinds = [("decode", True), ("direct", False), ("prefill", True)]
+            kinds = [("prefill", True)]
+            if plan.max_decode:
+                kinds = [("decode", True), *[("direct", False)][: plan.direct], *kinds]
             if plan.hopper is not None and d == 128 and store == "bf16":
                 kinds.append(("hopper", True))
-            for kind, flash in kinds if plan.max_decode else kinds[2:]:
+            for kind, flash in kinds:
                 own = plan if kind == "hopper" else attrs.evolve(plan, hopper=None)
                 decodes = kind in ("decode", "direct")
                 tokens = 8 if decodes else 512

@@ -187,6 +187,11 @@ def test_weights_summed_at_the_end(unmasked, options):
         check(problem, "f32", launch=launch, flash=flash)
 
 
+def test_short_contexts_are_split_where_the_other_kernel_would_spill():
+    launch = attrs.evolve(plan(programs=7), direct=False)
+    check(Problem([70, 3, 33], [1, 1, 1], heads()), "f32", launch=launch, flash=False)
+
+
 def test_counters_are_left_at_zero():
     problem, joins = Problem([70, 3, 33], [1] * 3, heads()), torch.zeros(6, dtype=torch.int32)
     joins = joins.to(DEVICE)
