@@ -27,7 +27,12 @@ LOOKS = {
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
-@click.option("--root", default="/", help="judge a copy of another machine's /proc and /sys")
+@click.option(
+    "--root",
+    default="/",
+    type=click.Path(exists=True, file_okay=False),
+    help="judge a copy of another machine's /proc and /sys",
+)
 @with_settings(also=("plugins", "no_plugin", "cache_dir"))
 def command(config: Config, as_json: bool, root: str) -> None:
     """Check this machine and what is installed; exit code 1 when something must be mended."""

@@ -14,13 +14,18 @@ from halogen_core.config import Config
 
 
 @click.command("inspect")
-@click.argument("model")
+@click.argument("model", required=False)
+@click.option("--model", "named", metavar="MODEL", help="the same, as other commands take it")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 @click.option("--tensors", is_flag=True, help="list every tensor")
 @with_settings(also=("models_dir",))
-def command(config: Config, model: str, as_json: bool, tensors: bool) -> None:
+def command(
+    config: Config, model: str | None, named: str | None, as_json: bool, tensors: bool
+) -> None:
     """Show what MODEL (a name, a file or a directory) says of itself; loads no weights."""
-    about = describe(config, model, tensors)
+    if (model is None) == (named is None):
+        raise click.UsageError("name one MODEL")
+    about = describe(config, model or named or "", tensors)
     if as_json:
         click.echo(json.dumps(about, indent=2))
         return

@@ -53,8 +53,7 @@ def hardware_reason(platform: Platform) -> Reason | None:
         return Reason(
             code="no_gfx1151",
             text=f"this backend is for Strix Halo (gfx1151, PCI 1002:1586); here is {others}",
-            hint="other gfx115x chips have fewer registers: kernels tuned for gfx1151 are not for "
-            "them; choose another backend, e.g. --backend cpu_ggml",
+            hint=f"{_fewer_registers(platform)}choose another backend, e.g. --backend cpu_ggml",
         )
     if not platform.has_kfd or not platform.render_nodes:
         missing = [
@@ -73,6 +72,12 @@ def hardware_reason(platform: Platform) -> Reason | None:
             "render and video",
         )
     return None
+
+
+def _fewer_registers(platform: Platform) -> str:
+    if not any(gpu.arch.startswith("gfx115") for gpu in platform.gpus):
+        return ""
+    return "other gfx115x have fewer registers, so kernels tuned for gfx1151 are not for them; "
 
 
 def _named(gpu: Gpu) -> str:

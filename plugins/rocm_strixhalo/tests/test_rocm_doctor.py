@@ -118,6 +118,9 @@ def test_no_rule_touches_thermal_protection(tmp_path):
 def test_other_chips_are_refused_by_name(tmp_path):
     reason = hardware_reason(read_platform(tree(tmp_path, "J")))
     assert "gfx1100" in reason.text
+    assert "fewer registers" not in reason.hint
+    other = tree(tmp_path / "other", "A", device=0x150E, gfx=110500)
+    assert "fewer registers" in hardware_reason(read_platform(other)).hint
     assert hardware_reason(read_platform(tree(tmp_path / "a", "A"))) is None
 
 

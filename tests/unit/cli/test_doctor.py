@@ -71,6 +71,9 @@ def test_an_empty_tree_is_said_not_guessed(tmp_path):
 def test_the_command_prints_findings_and_data(tmp_path):
     result = CliRunner().invoke(main, ["doctor", "--root", str(tmp_path)])
     assert "memory size is not readable" in result.output
+    result = CliRunner().invoke(main, ["doctor", "--root", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
     result = CliRunner().invoke(main, ["doctor", "--json"])
     assert {"core.python", "core.torch", "core.memory"} <= {
         f["code"] for f in json.loads(result.output)
