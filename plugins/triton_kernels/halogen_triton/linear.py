@@ -14,8 +14,8 @@ from halogen_triton.interpreter import repair
 from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.plane_kernels import ZEROS
 from halogen_triton.planes import GROUPED, Planes
-from halogen_triton.tile_linear import tile_linear, tile_rows
-from halogen_triton.tiles import Tiles
+from halogen_triton.tile_linear import tile_linear, tile_rows, tile_rule
+from halogen_triton.tiles import ROWS, Tiles
 
 repair()
 
@@ -85,7 +85,7 @@ def linear(
         )
     x = _in_stored_order(x, weight)
     plain = rows > 1 and out_dtype in (None, x.dtype) and not isinstance(weight, Stacked | Int8)
-    if plain and tuning.rule(_gemm_kind(weight), m=rows, n=n, k=k).library:
+    if plain and _gemm_rule(weight, tuning, rows, n, k).library:
         return _library(x, weight, bias)
     if rows > 1 and bias is None and _widens(x, weight, out_dtype):
         assert isinstance(weight, Tensor)
@@ -93,7 +93,7 @@ def linear(
             return torch.mm(x, weight.T, out_dtype=torch.float32)
     y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
     if rows:
-        assert not activation or (rows == 1 and not isinstance(weight, Stacked))
+        assert not activation or gates(rows, weight, tuning)
         _into(y, x, weight, tuning, bias, activation)
     return y
 
@@ -106,6 +106,10 @@ def _widens(x: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> bool:
 
 def gates(rows: int, weight: Weight, tuning: Tuning) -> bool:
     """Whether `linear` can apply a gated activation itself."""
+    if isinstance(weight, Tiles):
+        n, k = weight.shape[0] // 2, weight.shape[1]
+        own = rows == 1 or not tile_rule(tuning, weight, rows, n, k).library
+        return own and n % ROWS == 0
     if rows == 1:
         return not isinstance(weight, Stacked | Int8)
     return dense_rule(weight, tuning, rows, weight.shape[-2] // 2, pairs=1) is not None
@@ -151,7 +155,7 @@ def _into(
 
 def _rule(weight: Tensor | Planes | Tiles, tuning: Tuning, y: Tensor, x: Tensor) -> Rule:
     """How more than one row is computed. Tiles know one launch for what the library rounds."""
-    rule = tuning.rule(_gemm_kind(weight), m=x.shape[0], n=y.shape[1], k=x.shape[1])
+    rule = _gemm_rule(weight, tuning, *y.shape, x.shape[1])
     wide = isinstance(weight, Tiles) and y.dtype != x.dtype
     return attrs.evolve(rule, library=False) if wide else rule
 
@@ -162,10 +166,13 @@ def _in_stored_order(x: Tensor, weight: Weight) -> Tensor:
     return x if perm is None else x.index_select(1, perm)
 
 
-def _gemm_kind(weight: Tensor | Planes | Tiles) -> str:
+def _gemm_rule(
+    weight: Tensor | Planes | Tiles, tuning: Tuning, rows: int, n: int, k: int
+) -> Rule:
     if isinstance(weight, Tiles):
-        return "tile_gemm"
-    return "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
+        return tile_rule(tuning, weight, rows, n, k)
+    kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
+    return tuning.rule(kind, m=rows, n=n, k=k)
 
 
 def _library(x: Tensor, weight: Tensor | Planes | Tiles, bias: Tensor | None) -> Tensor:
@@ -185,9 +192,8 @@ def expert_linear(x: Tensor, weight: Weight, rows: ExpertRows, tuning: Tuning) -
     start = 0
     for part in weight.parts if isinstance(weight, Stacked) else (weight,):
         n = part.shape[-2]
-        launch = attrs.evolve(
-            tuning.launch(_gemm_kind(part), m=rows.block_m, n=n, k=k), block_m=rows.block_m
-        )
+        rule = _gemm_rule(part, tuning, rows.block_m, n, k)
+        launch = attrs.evolve(rule.launch, block_m=rows.block_m)
         grid = (triton.cdiv(n, launch.block_n), len(rows.block_expert))
         _gemm(x, part, launch, None, y[:, start : start + n], grid, rows)
         start += n

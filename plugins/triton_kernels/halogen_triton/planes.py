@@ -118,7 +118,7 @@ def repack(name: str, raw: Tensor, shape: tuple[int, ...]) -> Planes:
         format=fmt,
         shape=shape,
         codes=words,
-        high=_high(codes, fmt.high_bits) if fmt.high_bits else words,
+        high=high_words(codes, fmt.high_bits) if fmt.high_bits else words,
         scales=scales,
         supers=scales if supers is None else supers,
     )
@@ -176,7 +176,7 @@ def dequantise(planes: Planes) -> Tensor:
         codes = _E2M1.to(planes.codes.device)[nibbles(planes.codes).long()]
     else:
         codes = nibbles(planes.codes)
-        codes = (codes | _high_codes(planes) << 4 if fmt.high_bits else codes).float()
+        codes = (codes | high_codes(planes) << 4 if fmt.high_bits else codes).float()
     per = codes.shape[-1] // scale.shape[-1]
     codes = codes.unflatten(-1, (-1, per))
     if fmt.index == 6:
@@ -232,7 +232,7 @@ def pack_words(codes: Tensor) -> Tensor:
     return words.flatten(-2)
 
 
-def _high(codes: Tensor, bits: int) -> Tensor:
+def high_words(codes: Tensor, bits: int) -> Tensor:
     """int32 [..., K / 32 * bits] of the bits above four."""
     per = 32 // bits
     upper = (codes >> 4).to(torch.int32).unflatten(-1, (bits, per))
@@ -242,7 +242,7 @@ def _high(codes: Tensor, bits: int) -> Tensor:
     return words.flatten(-2)
 
 
-def _high_codes(planes: Planes) -> Tensor:
+def high_codes(planes: Planes) -> Tensor:
     bits = planes.format.high_bits
     per = 32 // bits
     shifts = bits * torch.arange(per, device=planes.high.device, dtype=torch.int32)

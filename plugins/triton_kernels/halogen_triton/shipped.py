@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import torch
+import triton
 from torch import Tensor
 
 from halogen_triton.attention import (
@@ -28,7 +29,7 @@ from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, gat
 from halogen_triton.planes import PLANE_FORMATS, Planes
 from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
 from halogen_triton.sampling import FIELDS, DrawTensors, draw
-from halogen_triton.tiles import Tiles
+from halogen_triton.tiles import Tiles, fields_of
 
 _NEWEST = ("MXFP4", "INT4", "W8A16")
 Case = tuple[str, Callable[[], object]]
@@ -135,17 +136,13 @@ def meta_planes(name: str, *shape: int) -> Planes:
 def meta_tiles(name: str, n: int, k: int) -> Tiles:
     """Tiles of a format without storage."""
     planes = meta_planes(name, n, k)
-    per, kind = {
-        "Q4_1": (8, torch.int32),
-        "Q4_K": (8, torch.int16),
-        "MXFP4": (8, torch.uint8),
-        "INT4": (2, torch.float16),
-    }.get(name, (8, torch.float16))
-    scales = _meta(k // 256, n, per, dtype=kind)
-    zeros = _meta(k // 256, n, per, dtype=torch.uint8)
-    extra = {"Q4_K": _ints(k // 256, n), "INT4": zeros}.get(name, scales)
-    codes = _meta(n // 16, k // 128, 16, 32, dtype=torch.int16)
-    return Tiles(planes=planes, codes=codes, scales=scales, extra=extra, tickets=_ints(n // 4))
+    fmt, half = planes.format, torch.int16
+    codes = _meta(n // 16, k // (64 if fmt.index == 5 else 128), 16, 32, dtype=half)
+    high = codes
+    if fmt.high_bits:
+        high = _meta(n // 16, triton.cdiv(k * fmt.high_bits, 512), 16, 32, dtype=half)
+    records = _meta(n // 16, k // max(256, planes.group), fields_of(planes), 16, dtype=half)
+    return Tiles(planes=planes, codes=codes, high=high, records=records, tickets=_ints(n // 4))
 
 
 def _linear(table: Tuning) -> Iterator[Case]:
@@ -240,18 +237,23 @@ def _edges(table: Tuning) -> Iterator[Case]:
 
 
 def _tiles(table: Tuning) -> Iterator[Case]:
-    """What an arch with rules for tiles runs on 4-bit weights."""
+    """What an arch with rules for tiles runs on packed weights."""
     if "tile_gemv" not in table.rules:
         return
     n, k = 18944, 3584
-    for name in ("Q4_0", "Q4_1", "Q4_K", "INT4", "MXFP4"):
+    for name in PLANE_FORMATS:
         weight = meta_tiles(name, n, k)
-        for rows in (1, 8, 16):
+        for rows in (1, 8, 16) if name in ("Q4_K", "Q6_K", "Q8_0", "INT4") else (1,):
             x = _meta(rows, k)
             yield f"tiles {name} rows {rows}", lambda x=x, w=weight: linear(x, w, table)
         yield f"tiles {name} embed", lambda w=weight: embedding_rows(_ints(8), w, torch.bfloat16)
-    x, weight = _meta(1, k), meta_tiles("Q4_K", n, k)
-    yield "tiles Q4_K gated", lambda: linear(x, weight, table, activation=1)
+    weight = meta_tiles("Q4_K", n, k)
+    for rows in (1, 8, 16):
+        x = _meta(rows, k)
+        yield (
+            f"tiles Q4_K gated rows {rows}",
+            lambda x=x, w=weight: linear(x, w, table, activation=1),
+        )
 
 
 def _small(table: Tuning) -> Iterator[Case]:

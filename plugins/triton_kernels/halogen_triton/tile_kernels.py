@@ -1,14 +1,13 @@
-# ruff: noqa: E501, ANN001, ANN201, C901, D403, N803, PLR0912, PLR0913, PLR0915, RET505
+# ruff: noqa: E501, ANN001, ANN201, ANN202, C901, D403, N803, PLR0912, PLR0913, PLR0915, RET505
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
-"""4-bit weights on tensor cores, for one row and for a few (see `tiles` for the layout).
+"""Packed weights on tensor cores, for one row and for a few (see `tiles` for the layout).
 
 Codes go into mantissas as they lie, two per 32-bit operation, and are multiplied as BASE + code: 128 in
-bfloat16, 1024 in float16, where all 16 are exact. Sums over a scale's block stay apart in float32,
-so scale and offset are applied once per block and row: value = scale * (BASE + code) - shift, and the
-sums of x that `shift` needs come from the same units, by a row of ones.
+bfloat16, 1024 in float16, where all are exact. Sums over a scale's block stay apart in float32, so scale
+and offset are applied once per block and row: value = scale * (code - ZERO) - low, and the sums of x that
+offsets need come from the same units, by rows of a constant.
 
-FORMAT is the index of `Tiles.constants`; PER scales per 256 elements, one record for SPAN chunks of 256. With ASM two
-codes are taken at once by NVIDIA's instructions; without, the same in Triton's own language.
+SCALES, PER, PARTS, FIELDS, SPAN, HIGH and ZERO are those of `Tiles.constants`.
 """
 
 from __future__ import annotations
@@ -17,60 +16,70 @@ import triton
 import triton.language as tl
 
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
-from halogen_triton.tile_codes import code_values, scale_and_shift
+from halogen_triton.tile_codes import (
+    block_scales,
+    chunk_scales,
+    code_products,
+    codes_of,
+)
 
 
 @triton.jit
-def _records(
-    scales, extra, chunk, row, ROWS, PER: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr
-):
-    """Scales [BN, PER] of one chunk of 256 elements, and what comes with them."""
-    at = (chunk // SPAN) * ROWS + row
-    each = at[:, None] * PER + tl.arange(0, PER)[None, :]
-    s = tl.load(scales + each)
-    if FORMAT == 3:
-        return s, tl.load(extra + at)[:, None]
-    elif FORMAT == 4:
-        return s, tl.load(extra + each)
-    else:
-        return s, s
+def _joined(acc, parts, tickets, ticket):
+    """(whether this program is the last of a tile's parts, the sum of all parts in order)."""
+    size: tl.constexpr = acc.shape[0] * acc.shape[1]
+    count = tl.num_programs(1)
+    at = parts + (ticket * count).to(tl.int64) * size
+    at += tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+    tl.store(at + tl.program_id(1) * size, acc)
+    tl.debug_barrier()
+    last = tl.atomic_add(tickets + ticket, 1, sem="acq_rel") == count - 1
+    if last:
+        acc = tl.zeros_like(acc)
+        for p in range(count):
+            acc += tl.load(at + p * size, cache_modifier=".cg")
+        tl.store(tickets + ticket, 0)
+    return last, acc
 
 
-@triton.jit
-def _eight(values, PER: tl.constexpr):
-    """[BN, PER] repeated to [BN, 8]."""
-    if PER == 8:
-        return values
-    else:
-        wide = tl.broadcast_to(values[:, :, None], values.shape[0], PER, 8 // PER)
-        return tl.reshape(wide, values.shape[0], 8)
+@triton.constexpr_function
+def _words_at(load, words):
+    """Where a chunk's load begins; blocks of 16 lie in words as [half, 2, 16], others as [load, 32]."""
+    return load * 512 if words == 32 else load // 2 * 512 + load % 2 * 16
 
 
-@triton.jit
-def _row_words(codes, row, CHUNKS, j):
-    """Pointers to words j of rows: tiles of 16 rows, 32 words of each row for 128 elements."""
-    tile = (row // 16).to(tl.int64) * (CHUNKS * 1024) + (row % 16) * 32
-    return codes + tile[:, None] + ((j // 32) * 512 + j % 32)[None, :]
+@triton.constexpr_function
+def _high_at(high, load, words, i, odd):
+    """The bit of a word of high bits that belongs to code i of a load."""
+    if high == 1:
+        return 8 * odd + 4 * load + i
+    return 8 * (load * words // 32) + 2 * i
 
 
-@triton.jit
-def tile_gemv(
+@triton.jit(do_not_specialize=["M", "CHUNKS"])
+def tile_linear(
     x,
     codes,
-    scales,
-    extra,
+    high,
+    records,
     bias,
     parts,
     tickets,
     y,
+    M,
     N,
-    ROWS,
     CHUNKS,
-    steps,
+    x_stride,
+    y_stride,
     BN: tl.constexpr,
-    FORMAT: tl.constexpr,
+    ONE: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALES: tl.constexpr,
     PER: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
     SPAN: tl.constexpr,
+    HIGH: tl.constexpr,
     ZERO: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -79,269 +88,181 @@ def tile_gemv(
     BASE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """y [N] = W x + bias for one row x [K]; grid (tiles of BN, SPLIT parts of K, `steps` chunks each).
+    """y [M, N] = x W^T + bias; grid (tiles of BN rows of W, parts of K, 8 rows of x or with TWO 16).
 
-    A chunk of x is given as 8 columns that hold one block of 32 each, so a column of the product is
-    one block's sum. The last program of a tile to arrive joins the parts, in order.
+    A column of the product is a row of x. With ONE (M = 1) it is one of the blocks that a chunk of 256
+    elements has: x is given as 8 columns that hold one block each. The last part of K to arrive adds up
+    all.
     """
     pdl_launch(PDL)
     DTYPE: tl.constexpr = x.dtype.element_ty
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1)
-    j = tl.arange(0, 64)
-    c = tl.arange(0, 8)
-    first = tl.program_id(1) * steps
-    end = tl.minimum(first + steps, CHUNKS)
-    words = _row_words(codes, row, CHUNKS, j)
+    HALVES: tl.constexpr = SCALES == 6
+    """Blocks are of 16: a chunk has 16 of them, and as columns they come in two lots."""
+    EACH: tl.constexpr = 8 // PER
+    FEW: tl.constexpr = 2 if HIGH == 4 else 4
+    """Codes per word."""
+    WORDS: tl.constexpr = 16 if HALVES and not ONE else 32
+    LOADS: tl.constexpr = 256 // (WORDS * FEW)
+    SUMS: tl.constexpr = HIGH != 4 and SCALES != 5
+    """Whether sums of x are needed."""
+    LOWS: tl.constexpr = SCALES == 2 or SCALES == 3 or SCALES == 4
+    PAIR: tl.constexpr = 2 if HIGH == 1 else 1
+    """A word of single high bits serves two chunks."""
+    ROWS: tl.constexpr = BN // 2 if GATED else BN
+    CHUNK_WORDS: tl.constexpr = 4096 // FEW
+
+    r = tl.arange(0, BN)
+    m = tl.arange(0, 8)
+    j = tl.arange(0, WORDS)
+    k = tl.arange(0, 16)
+    tile = tl.program_id(0)
+    steps = (CHUNKS + PAIR - 1) // PAIR
+    first = tl.program_id(1) * steps // tl.num_programs(1)
+    end = (tl.program_id(1) + 1) * steps // tl.num_programs(1)
+    start = (tile * (ROWS // 16)).to(tl.int64)
+    # tiles past the last read that one again; GATED: half gate rows, half up rows
+    own = tl.minimum(r % ROWS // 16, N // 16 - 1 - tile * (ROWS // 16)) + r // ROWS * (N // 16)
+    own = own[:, None]
+    lane = (r % 16)[:, None]
+    words = (
+        codes + start * CHUNKS * CHUNK_WORDS + own * (CHUNKS * CHUNK_WORDS) + lane * 32 + j[None, :]
+    )
+    tops = high + start * steps * 512 + own * (steps * 512) + lane * 32 + j[None, :]
+    spans = CHUNKS // SPAN
+    fields = own * (spans * (FIELDS * 16)) + lane + k[None, :] * 16
+    # 16 rows of a field are neighbours
+    fields = tl.max_contiguous(tl.multiple_of(fields, [16, 1]), [16, 1])
+    fields = records + start * spans * (FIELDS * 16) + fields
+    row = tl.program_id(2) * (16 if TWO else 8)
+    xp = x + row.to(tl.int64) * x_stride + j[:, None]
+    if ONE:
+        xp += 0 * m[None, :]
+    else:
+        xp += m.to(tl.int64)[None, :] * x_stride
+    live = (m >= 0)[None, :] & (j >= 0)[:, None]
     acc = tl.zeros([BN, 8], tl.float32)
-    up = tl.zeros([BN, 8], tl.float32)
-    ones = tl.full([BN, 64], 1.0, DTYPE)
-    s, e = _records(scales, extra, first, row, ROWS, PER, SPAN, FORMAT)
-    us, ue = s, e
-    if GATED:
-        us, ue = _records(scales, extra, first, row + N, ROWS, PER, SPAN, FORMAT)
+    acc2 = acc
+    none = acc
+    # formats with an offset of their own have no minimum, and the other way round
+    constant = tl.full([BN, WORDS], -(BASE + ZERO), DTYPE)
     pdl_wait(PDL)
-    for chunk in range(first, end):
-        w = tl.load(words + chunk * 1024, eviction_policy="evict_first")
-        after = tl.minimum(chunk + 1, end - 1)
-        s2, e2 = _records(scales, extra, after, row, ROWS, PER, SPAN, FORMAT)
-        us2, ue2 = s2, e2
-        uw = w
-        if GATED:
-            uw = tl.load(
-                words + (N // 16).to(tl.int64) * (CHUNKS * 1024) + chunk * 1024,
+    for step in range(first, end):
+        if HIGH == 1:
+            top = tl.load(tops + step * 512, eviction_policy="evict_first")
+        for odd in tl.static_range(PAIR):
+            chunk = tl.minimum(step * PAIR + odd, CHUNKS - 1)
+            there = live
+            if PAIR == 2:
+                there = live & (step * PAIR + odd < CHUNKS)
+            record = tl.load(
+                fields + (chunk // SPAN) * (FIELDS * 16),
+                mask=(k < FIELDS)[None, :] & (r >= 0)[:, None],
+                other=0,
                 eviction_policy="evict_first",
             )
-            us2, ue2 = _records(scales, extra, after, row + N, ROWS, PER, SPAN, FORMAT)
-        part = tl.zeros([BN, 8], tl.float32)
-        upart = tl.zeros([BN, 8], tl.float32)
-        xsum = tl.zeros([BN, 8], tl.float32)
-        for i in tl.static_range(4):
-            block = c[None, :] == i + 4 * (j // 32)[:, None]
-            xb = tl.load(
-                x + chunk * 256 + 32 * c[None, :] + (j % 32)[:, None], mask=block, other=0.0
-            )
-            part = tl.dot(
-                code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee"
-            )
-            if GATED:
-                upart = tl.dot(
-                    code_values(uw, i, DTYPE, BASE, FORMAT, ASM), xb, upart, input_precision="ieee"
+            part, xsum, total, low = none, none, none, none
+            part2, xsum2, total2, low2 = none, none, none, none
+            for load in tl.static_range(LOADS):
+                word = tl.load(
+                    words + chunk * CHUNK_WORDS + _words_at(load, WORDS),
+                    eviction_policy="evict_first",
                 )
-            if FORMAT != 5:
-                xsum = tl.dot(ones, xb, xsum, input_precision="ieee")
-        scale, shift = scale_and_shift(s, e, BASE, FORMAT, ZERO)
-        acc += _eight(scale, PER) * part
-        if FORMAT != 5:
-            acc -= _eight(shift, PER) * xsum
-        s, e = s2, e2
-        if GATED:
-            scale, shift = scale_and_shift(us, ue, BASE, FORMAT, ZERO)
-            up += _eight(scale, PER) * upart
-            if FORMAT != 5:
-                up -= _eight(shift, PER) * xsum
-            us, ue = us2, ue2
-    total = tl.sum(acc, 1)
-    utotal = tl.sum(up, 1)
-    inside = n < N
-    if SPLIT > 1:
-        tl.store(parts + tl.program_id(1) * ROWS + n, total, mask=inside)
-        if GATED:
-            tl.store(parts + tl.program_id(1) * ROWS + N + n, utotal, mask=inside)
-        tl.debug_barrier()
-        if tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel") != SPLIT - 1:
+                if HIGH == 2:
+                    top = tl.load(
+                        tops + chunk * 512 + _words_at(load, WORDS) % 512,
+                        eviction_policy="evict_first",
+                    )
+                elif HIGH != 1:
+                    top = word
+                for i in tl.static_range(FEW):
+                    if ONE and HALVES:
+                        column = m[None, :] == i + 4 * (j // 16)[:, None]
+                        xp = x + 16 * m[None, :] + (j % 16)[:, None]
+                        xb = tl.load(xp + chunk * 256 + load * 128, mask=column, other=0.0)
+                    elif ONE:
+                        column = (m == load * FEW + i)[None, :] & there
+                        xb = tl.load(
+                            xp + chunk * 256 + (load * FEW + i) * 32, mask=column, other=0.0
+                        )
+                    else:
+                        xc = xp + chunk * 256 + (load * FEW + i) * WORDS
+                        xb = tl.load(xc, mask=there & (m < M - row)[None, :], other=0.0)
+                        if (load * FEW + i) % EACH == 0:
+                            part, xsum, part2, xsum2 = none, none, none, none
+                    if SUMS:
+                        xsum = tl.dot(constant, xb, xsum, input_precision="ieee")
+                    if EACH == 1 and not ONE:
+                        part = xsum
+                    code = codes_of(
+                        word, top, i, _high_at(HIGH, load, WORDS, i, odd), DTYPE, SCALES, HIGH, ASM
+                    )
+                    part = code_products(part, code, word, xb, i, HIGH, ASM)
+                    if TWO:
+                        xb = tl.load(
+                            xc + 8 * x_stride, mask=there & (m < M - row - 8)[None, :], other=0.0
+                        )
+                        if SUMS:
+                            xsum2 = tl.dot(constant, xb, xsum2, input_precision="ieee")
+                        if EACH == 1:
+                            part2 = xsum2
+                        part2 = code_products(part2, code, word, xb, i, HIGH, ASM)
+                    if not ONE and (load * FEW + i + 1) % EACH == 0:
+                        block = load * FEW + i + 0 * m
+                        scale, offset = block_scales(record, block, SCALES, PER, PARTS, 8, ASM)
+                        if EACH > 1:
+                            part += xsum
+                        total += scale * part
+                        if LOWS:
+                            low += offset * xsum
+                        if TWO:
+                            if EACH > 1:
+                                part2 += xsum2
+                            total2 += scale * part2
+                            if LOWS:
+                                low2 += offset * xsum2
+                if ONE and (HALVES or load == LOADS - 1):
+                    block = m + 8 * load if HALVES else m
+                    scale, offset = block_scales(record, block, SCALES, PER, PARTS, 8, ASM)
+                    total += scale * (part + xsum)
+                    if LOWS:
+                        low += offset * xsum
+                    part, xsum = none, none
+            if SCALES == 3 or SCALES == 6:
+                d, dmin = chunk_scales(record, SCALES, 8, ASM)
+                total *= d
+                total2 *= d
+                low *= dmin
+                low2 *= dmin
+            acc += total
+            if LOWS:
+                acc += low * (1.0 / BASE)
+            if TWO:
+                acc2 += total2
+                if LOWS:
+                    acc2 += low2 * (1.0 / BASE)
+    ticket = tl.program_id(2) * tl.num_programs(0) + tile
+    if ONE:
+        acc = tl.sum(acc, 1)[:, None]
+    elif TWO:
+        # columns [8, 2], so that nothing moves between threads
+        acc = tl.reshape(tl.join(acc, acc2), [BN, 16])
+    if SPLIT:
+        last, acc = _joined(acc, parts, tickets, ticket)
+        if not last:
             return
-        total = tl.zeros([BN], tl.float32)
-        utotal = tl.zeros([BN], tl.float32)
-        for p in tl.static_range(SPLIT):
-            total += tl.load(parts + p * ROWS + row, cache_modifier=".cg")
-            if GATED:
-                utotal += tl.load(parts + p * ROWS + N + row, cache_modifier=".cg")
-        tl.store(tickets + tl.program_id(0), 0)
-    if BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        total = gated(total, utotal, GATED)
-    tl.store(y + n, total.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _block_records(
-    scales,
-    extra,
-    group,
-    row,
-    ROWS,
-    b: tl.constexpr,
-    PER: tl.constexpr,
-    SPAN: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """Scale [BN] of block b of a group of 128 elements, and what comes with it."""
-    at = (group // (2 * SPAN)) * ROWS + row
-    each = at * PER + ((group % 2) * 4 + b) * PER // 8
-    s = tl.load(scales + each)
-    if FORMAT == 3:
-        return s, tl.load(extra + at)
-    elif FORMAT == 4:
-        return s, tl.load(extra + each)
+    if ONE:
+        column = tl.zeros([1], tl.int32)
+    elif TWO:
+        column = row + tl.arange(0, 16) // 2 + tl.arange(0, 16) % 2 * 8
     else:
-        return s, s
-
-
-@triton.jit
-def tile_gemm(
-    x,
-    codes,
-    scales,
-    extra,
-    bias,
-    parts,
-    tickets,
-    y,
-    M,
-    N,
-    ROWS,
-    CHUNKS,
-    steps,
-    x_stride,
-    y_stride,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PER: tl.constexpr,
-    SPAN: tl.constexpr,
-    ZERO: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    BASE: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """y [M, N] = x W^T + bias for a few rows; grid (tiles of BN, SPLIT parts of K, tiles of BM).
-
-    A product of 32 elements at a time keeps a block's sum apart; `steps` counts groups of 128.
-    """
-    pdl_launch(PDL)
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    EACH: tl.constexpr = 4 if PER > 2 else 1
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1)
-    j = tl.arange(0, 32)
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
-    first = tl.program_id(1) * steps
-    end = tl.minimum(first + steps, CHUNKS * 2)
-    words = _row_words(codes, row, CHUNKS, j)
-    xp = x + m.to(tl.int64)[None, :] * x_stride + j[:, None]
-    live = (m < M)[None, :] & (j >= 0)[:, None]
-    acc = tl.zeros([BN, BM], tl.float32)
-    none = tl.zeros([BN, BM], tl.float32)
-    ones = tl.full([BN, 32], 1.0, DTYPE)
-    s0, e0 = _block_records(scales, extra, first, row, ROWS, 0, PER, SPAN, FORMAT)
-    s1, e1, s2, e2, s3, e3 = s0, e0, s0, e0, s0, e0
-    if EACH == 4:
-        s1, e1 = _block_records(scales, extra, first, row, ROWS, 1, PER, SPAN, FORMAT)
-        s2, e2 = _block_records(scales, extra, first, row, ROWS, 2, PER, SPAN, FORMAT)
-        s3, e3 = _block_records(scales, extra, first, row, ROWS, 3, PER, SPAN, FORMAT)
-    pdl_wait(PDL)
-    for group in range(first, end):
-        w = tl.load(words + group * 512, eviction_policy="evict_first")
-        after = tl.minimum(group + 1, end - 1)
-        t0, f0 = _block_records(scales, extra, after, row, ROWS, 0, PER, SPAN, FORMAT)
-        t1, f1, t2, f2, t3, f3 = t0, f0, t0, f0, t0, f0
-        if EACH == 4:
-            t1, f1 = _block_records(scales, extra, after, row, ROWS, 1, PER, SPAN, FORMAT)
-            t2, f2 = _block_records(scales, extra, after, row, ROWS, 2, PER, SPAN, FORMAT)
-            t3, f3 = _block_records(scales, extra, after, row, ROWS, 3, PER, SPAN, FORMAT)
-        part = none
-        xsum = none
-        for i in tl.static_range(4):
-            xb = tl.load(xp + group * 128 + 32 * i, mask=live, other=0.0)
-            if EACH == 4:
-                part = none
-                xsum = none
-            part = tl.dot(
-                code_values(w, i, DTYPE, BASE, FORMAT, ASM), xb, part, input_precision="ieee"
-            )
-            if FORMAT != 5:
-                xsum = tl.dot(ones, xb, xsum, input_precision="ieee")
-            if EACH == 4 or i == 3:
-                if EACH == 1 or i == 0:
-                    scale, shift = scale_and_shift(s0, e0, BASE, FORMAT, ZERO)
-                elif i == 1:
-                    scale, shift = scale_and_shift(s1, e1, BASE, FORMAT, ZERO)
-                elif i == 2:
-                    scale, shift = scale_and_shift(s2, e2, BASE, FORMAT, ZERO)
-                else:
-                    scale, shift = scale_and_shift(s3, e3, BASE, FORMAT, ZERO)
-                acc += scale[:, None] * part
-                if FORMAT != 5:
-                    acc -= shift[:, None] * xsum
-        s0, e0, s1, e1, s2, e2, s3, e3 = t0, f0, t1, f1, t2, f2, t3, f3
-    inside = (n < N)[:, None] & (m < M)[None, :]
-    if SPLIT > 1:
-        at = parts + m[None, :].to(tl.int64) * N + n[:, None]
-        tl.store(at + tl.program_id(1).to(tl.int64) * M * N, acc, mask=inside)
-        tl.debug_barrier()
-        ticket = tickets + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(ticket, 1, sem="acq_rel") != SPLIT - 1:
-            return
-        acc = tl.zeros([BN, BM], tl.float32)
-        for p in tl.static_range(SPLIT):
-            acc += tl.load(
-                at + p * (M * N).to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg"
-            )
-        tl.store(ticket, 0)
+        column = row + m
+    n = tile * ROWS + r % ROWS
     if BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    at = y + m.to(tl.int64)[None, :] * y_stride + n[:, None]
-    tl.store(at, acc.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tile_rows(
-    ids,
-    codes,
-    scales,
-    extra,
-    y,
-    ROWS,
-    CHUNKS,
-    factor,
-    FORMAT: tl.constexpr,
-    PER: tl.constexpr,
-    SPAN: tl.constexpr,
-    ZERO: tl.constexpr,
-):
-    """y [T, K] = rows `ids` of the weight, times `factor`; grid (T, four chunks of 256)."""
-    t = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + t) + tl.zeros([1], tl.int32)
-    word = tl.arange(0, 256)
-    chunk = tl.program_id(1) * 4 + word // 64
-    live = chunk < CHUNKS
-    j = word % 64
-    tile = (row // 16).to(tl.int64) * (CHUNKS * 1024) + (row % 16) * 32
-    place = tile + chunk * 1024 + (j // 32) * 512 + j % 32
-    place = tl.max_contiguous(tl.multiple_of(place, [32]), [32])
-    w = tl.load(codes + place, mask=live, other=0)
-    at = (chunk // SPAN) * ROWS + row
-    for i in tl.static_range(4):
-        block = (j // 32) * 4 + i
-        each = at * PER + block * PER // 8
-        s = tl.load(scales + each, mask=live, other=0)
-        e = s
-        if FORMAT == 3:
-            e = tl.load(extra + at, mask=live, other=0)
-        if FORMAT == 4:
-            e = tl.load(extra + each, mask=live, other=0)
-        scale, shift = scale_and_shift(s, e, 0, FORMAT, ZERO)
-        code = code_values(w, i, tl.float32, 0, FORMAT, False)
-        if FORMAT == 4:
-            value = scale * (code - e.to(tl.float32))
-        elif FORMAT == 1:
-            value = scale * (code - ZERO)
-        else:
-            value = scale * code - shift
-        place = t * CHUNKS * 256 + chunk * 256 + block * 32 + j % 32
-        place = tl.max_contiguous(tl.multiple_of(place, [32]), [32])
-        tl.store(y + place, (value * factor).to(y.dtype.element_ty), mask=live)
+        acc += tl.load(bias + n + (r // ROWS) * N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        both = tl.reshape(acc, [2, ROWS, acc.shape[1]])
+        gate, up = tl.split(tl.permute(both, (1, 2, 0)))
+        acc = gated(gate, up, GATED)
+        n = tile * ROWS + tl.arange(0, ROWS)
+    at = y + column.to(tl.int64)[None, :] * y_stride + n[:, None]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=(n < N)[:, None] & (column < M)[None, :])

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from halogen_triton import tile_kernels as kernels
+from halogen_triton import tile_kernels, tile_row_kernels
 from halogen_triton.interpreter import active
-from halogen_triton.launch import Launch, Rule, Tuning
+from halogen_triton.launch import Rule, Tuning
 from halogen_triton.tiles import CHUNK, Tiles
-
-_BASE = {torch.bfloat16: 128, torch.float16: 1024}
-"""What codes are multiplied as: this and the code, exact in a mantissa."""
 
 
 def tile_linear(
     y: Tensor, x: Tensor, weight: Tiles, tuning: Tuning, bias: Tensor | None, activation: int
 ) -> None:
-    """Y [T, N] = x [T, K] W^T + bias; with `activation` (one row only) W is gate over up."""
+    """Y [T, N] = x [T, K] W^T + bias; with `activation` W is gate over up."""
     rows, n = y.shape
     k = x.shape[1]
-    kind = "tile_gemv" if rows == 1 else "tile_gemm"
-    rule = tuning.rule(kind, m=rows, n=n, k=k)
+    rule = tile_rule(tuning, weight, rows, n, k)
     launch = rule.launch
-    tiles = triton.cdiv(n, launch.block_n)
+    block_m = 8 if rows == 1 else launch.block_m
+    block_n = max(launch.block_n, 32) if activation else launch.block_n
+    tiles = triton.cdiv(n, block_n // 2 if activation else block_n)
     split = _split(rule, tiles, k)
+    grid = (tiles, split, triton.cdiv(rows, block_m))
     parts = y
     if split > 1:
-        parts = torch.empty(split, rows, weight.shape[0], dtype=torch.float32, device=y.device)
-    pointers = (
-        x, weight.codes, weight.scales, weight.extra, y if bias is None else bias,
-        parts, weight.tickets, y,
+        columns = 1 if rows == 1 else block_m
+        size = (tiles * grid[2] * split, block_n, columns)
+        parts = torch.empty(size, dtype=torch.float32, device=y.device)
+    nvidia = not active() and x.device.type != "cpu" and torch.version.hip is None
+    tile_kernels.tile_linear[grid](
+        x, weight.codes, weight.high, weight.records, y if bias is None else bias,
+        parts, weight.tickets, y, rows, n, k // CHUNK, x.stride(0), y.stride(0),
+        BN=block_n, ONE=rows == 1, TWO=block_m > 8, SPLIT=split > 1, BIAS=bias is not None,
+        GATED=activation, PDL=launch.pdl, BASE=1024 if x.dtype == torch.float16 else 128,
+        ASM=nvidia, **weight.constants, **launch.options,
     )  # fmt: skip
-    sizes = (n, weight.shape[0], k // CHUNK)
-    flags = {**weight.constants, **_flags(launch, split, bias is not None, x)}
-    flags["BASE"] = 0 if weight.planes.format.e2m1 else _BASE.get(x.dtype, 0)
-    if rows == 1:
-        kernels.tile_gemv[(tiles, split)](
-            *pointers, *sizes, triton.cdiv(k // CHUNK, split), GATED=activation, **flags
-        )
-        return
-    grid = (tiles, split, triton.cdiv(rows, launch.block_m))
-    steps = triton.cdiv(k // 128, split)
-    kernels.tile_gemm[grid](
-        *pointers, rows, *sizes, steps, x.stride(0), y.stride(0), BM=launch.block_m, **flags
-    )
+
+
+def tile_rule(tuning: Tuning, weight: Tiles, rows: int, n: int, k: int) -> Rule:
+    """How `rows` of x are multiplied; `high` and `scales` are those of `Tiles.constants`."""
+    own = {name.lower(): weight.constants[name] for name in ("HIGH", "SCALES")}
+    return tuning.rule("tile_gemv" if rows == 1 else "tile_gemm", m=rows, n=n, k=k, **own)
 
 
 def tile_rows(ids: Tensor, weight: Tiles, y: Tensor, scale: float) -> None:
     """Y [T, K] = rows `ids` of a table, dequantised, times `scale`."""
-    chunks = weight.shape[1] // CHUNK
-    kernels.tile_rows[(len(ids), triton.cdiv(chunks, 4))](
-        ids, weight.codes, weight.scales, weight.extra, y, weight.shape[0], chunks, scale,
-        **weight.constants, num_warps=1,
+    words = weight.codes.shape[1] * 32
+    tile_row_kernels.tile_rows[(len(ids), triton.cdiv(words, 1024))](
+        ids, weight.codes, weight.high, weight.records, y, weight.shape[1] // CHUNK, scale,
+        **weight.constants, num_warps=4,
     )  # fmt: skip
 
 
@@ -63,15 +59,3 @@ def _split(rule: Rule, tiles: int, k: int) -> int:
     """Parts of K, so that about `rule.programs` programs run; each has a few chunks at least."""
     most = max(1, k // CHUNK // 4)
     return max(1, min(rule.programs // tiles, most, 16))
-
-
-def _flags(launch: Launch, split: int, biased: bool, x: Tensor) -> dict[str, Any]:
-    nvidia = not active() and x.device.type != "cpu" and torch.version.hip is None
-    return {
-        "BN": launch.block_n,
-        "SPLIT": split,
-        "BIAS": biased,
-        "PDL": launch.pdl,
-        "ASM": nvidia,
-        **launch.options,
-    }

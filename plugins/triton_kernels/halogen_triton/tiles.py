@@ -1,9 +1,11 @@
-"""4-bit weights as matrix units want them: 16 rows by 128 elements in 1 KiB, scales apart.
+"""Packed weights as matrix units want them: tiles of 16 rows, scales beside them.
 
-Word j (16 bits) of a row's group of 128 holds elements j, 32 + j, 64 + j and 96 + j, low nibble
-first: one nibble of 32 neighbouring words is one block of 32, in the order in which a matrix unit
-takes it. Scales lie by chunks of 256 elements, then by rows. It is the bits of `Planes` in another
-order; `untiled` gives those back.
+A word (16 bits) of 4-bit codes holds elements j, 32 + j, 64 + j and 96 + j of a row's group of 128,
+low nibble first: one nibble of 32 neighbouring words is one block of 32, in the order in which a
+matrix unit takes it. A word of bytes holds j and 32 + j of 64. Scales of 16 elements (Q6_K) want
+blocks of 16: word 16 g + j holds elements 16 (4 g + i) + j of 128. High bits lie in words of their
+own, bit for bit in the order of codes. What a chunk of 256 elements needs for its scales is a
+record of 16-bit fields. It is the bits of `Planes` in another order; `untiled` gives those back.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from __future__ import annotations
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from halogen_triton.planes import Planes, nibbles, pack_words
+from halogen_triton.planes import Planes, high_codes, high_words, nibbles, pack_words
 
 CHUNK, ROWS = 256, 16
-_INDEX = {"Q4_0": 1, "Q4_1": 2, "Q4_K": 3, "INT4": 1, "MXFP4": 5}
-"""By which the kernels branch; 4 is INT4 with zeros."""
+_SCALES = {1: 1, 2: 2, 3: 3, 4: 6, 5: 1, 6: 1, 7: 5}
+"""Kind of record by `PlaneFormat.index`; 4 is INT4 with zeros."""
+_FIELDS = 16
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -26,13 +30,12 @@ class Tiles:
     planes: Planes
     """The same weight; its tensors are on `meta`, without storage."""
     codes: Tensor
-    """int16 [N / 16, K / 128, 16, 32]"""
-    scales: Tensor
-    """[K / (256 span), N, per]: float16 or float32; int32 (scale, min) pairs of Q4_1; int16 pairs
-    of bytes of Q4_K; uint8 exponents of MXFP4."""
-    extra: Tensor
-    """Of Q4_K int32 (d, dmin) pairs [K / 256, N], of INT4 with zeros uint8 as `scales`; else
-    `scales`."""
+    """int16 [N / 16, K / 128, 16, 32]; of bytes [N / 16, K / 64, 16, 32]"""
+    high: Tensor
+    """int16 [N / 16, K / 256, 16, 32] of two bits, [N / 16, K / 512, 16, 32] of one; else
+    `codes`."""
+    records: Tensor
+    """int16 [N / 16, K / (256 span), fields, 16]: scales, then what comes with them."""
     tickets: Tensor
     """int32, zero between launches: how many parts of a split product have arrived, per tile."""
 
@@ -48,59 +51,88 @@ class Tiles:
     @property
     def nbytes(self) -> int:
         """Bytes on the device, each tensor once."""
-        own = (self.codes, self.scales, self.extra, self.tickets)
+        own = (self.codes, self.high, self.records, self.tickets)
         return sum(t.nbytes for t in {id(t): t for t in own}.values())
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the kernels are compiled for."""
-        zeros = self.planes.format.index == 6 and self.extra is not self.scales
+        """What the kernels are compiled for.
+
+        SCALES: 1 scale, 2 (scale, minimum), 3 6-bit pairs under (d, dmin), 4 scale and zero,
+        5 exponents, 6 signed bytes per 16 under d. PER scales per 256 elements, each in PARTS
+        fields; a record of FIELDS for SPAN chunks of 256.
+        """
+        fmt = self.planes.format
         return {
-            "FORMAT": 4 if zeros else _INDEX[self.planes.format.name],
-            "PER": self.scales.shape[-1],
+            "SCALES": 4 if _has_zeros(self.planes) else _SCALES[fmt.index],
+            "PER": _per(self.planes),
+            "PARTS": _parts(self.planes),
+            "FIELDS": self.records.shape[2],
             "SPAN": max(1, self.planes.group // CHUNK),
-            "ZERO": self.planes.format.offset,
+            "HIGH": 4 if fmt.index == 5 else fmt.high_bits,
+            "ZERO": 0 if _has_zeros(self.planes) or fmt.e2m1 else fmt.offset,
         }
 
 
 def tileable(planes: Planes) -> bool:
     """Whether a weight has the sizes for it."""
-    if planes.format.name not in _INDEX or len(planes.shape) != 2:
+    if len(planes.shape) != 2:
         return False
     n, k = planes.shape
     even = CHUNK % planes.group == 0 or planes.group % CHUNK == 0
-    return n % ROWS == 0 and k % CHUNK == 0 and even
+    return n % ROWS == 0 and k % CHUNK == 0 and even and fields_of(planes) <= _FIELDS
 
 
 def tiled(planes: Planes) -> Tiles:
     """Planes that are `tileable`, in the order of tiles."""
     n, k = planes.shape
-    codes = nibbles(planes.codes).view(n // ROWS, ROWS, k // 128, 4, 32)
-    packed = codes[..., 0, :].clone()
-    for i in range(1, 4):
-        packed |= codes[..., i, :] << (4 * i)
-    scales, extra = _records(planes)
-    return Tiles(
-        planes=_shell(planes),
-        codes=packed.to(torch.int16).transpose(1, 2).contiguous(),
-        scales=scales,
-        extra=scales if extra is None else extra,
-        tickets=torch.zeros(n // 4, dtype=torch.int32, device=scales.device),
-    )
+    records = _records(planes)
+    if planes.format.index == 5:
+        both = planes.codes.view(torch.uint8).view(n // ROWS, ROWS, k // 64, 2, 32)
+        codes = high = _by_tile(_word(both, 8))
+    else:
+        codes = high = _by_tile(_word(_arranged(nibbles(planes.codes), planes), 4))
+        if planes.format.high_bits:
+            high = _by_tile(_high(planes))
+    tickets = torch.zeros(n // 4, dtype=torch.int32, device=records.device)
+    return Tiles(planes=_shell(planes), codes=codes, high=high, records=records, tickets=tickets)
 
 
 def untiled(tiles: Tiles) -> Planes:
     """The planes that tiles were made of."""
     n, k = tiles.shape
-    packed = tiles.codes.transpose(1, 2).reshape(n, k // 128, 1, 32).to(torch.int32)
-    shifts = (4 * torch.arange(4, device=packed.device, dtype=torch.int32)).view(4, 1)
-    codes = pack_words(((packed >> shifts) & 15).view(n, k // 32, 32))
-    scales = _rows_first(tiles.scales).view(tiles.planes.scales.dtype)
-    supers = scales
-    if tiles.extra is not tiles.scales:
-        flat = tiles.extra if tiles.extra.dim() == 3 else tiles.extra.unsqueeze(-1)
-        supers = _rows_first(flat).view(tiles.planes.supers.dtype)
-    return tiles.planes.replace([codes, codes, scales, supers], (n, k))
+    planes = tiles.planes
+    bits = 8 if planes.format.index == 5 else 4
+    codes = _fields(tiles.codes.transpose(1, 2), bits)
+    if bits == 8:
+        words = high = codes.to(torch.uint8).view(torch.int8).reshape(n, k)
+    else:
+        words = high = pack_words(_in_order(codes, planes).view(n, k // 32, 32))
+        if planes.format.high_bits:
+            high = high_words(_high_in_order(tiles).view(n, k // 32, 32), planes.format.high_bits)
+    scales, supers = _scales(tiles)
+    return planes.replace([words, high, scales, scales if supers is None else supers], (n, k))
+
+
+def fields_of(planes: Planes) -> int:
+    """Fields of 16 bits that a record has."""
+    kind, per = planes.format.index, _per(planes)
+    if kind in (2, 3, 4, 7):
+        return {2: 16, 3: 10, 4: 9, 7: 4}[kind]
+    return _parts(planes) * per + (-(-per // 2) if _has_zeros(planes) else 0)
+
+
+def _has_zeros(planes: Planes) -> bool:
+    return planes.format.index == 6 and planes.supers is not planes.scales
+
+
+def _per(planes: Planes) -> int:
+    return max(1, CHUNK // planes.group)
+
+
+def _parts(planes: Planes) -> int:
+    """Fields of a scale: float32 is the sum of three bfloat16."""
+    return 3 if planes.scales.dtype == torch.float32 else 1
 
 
 def _shell(planes: Planes) -> Planes:
@@ -108,23 +140,106 @@ def _shell(planes: Planes) -> Planes:
     return planes.replace([held[id(t)] for t in planes.tensors], planes.shape)
 
 
-def _records(planes: Planes) -> tuple[Tensor, Tensor | None]:
-    """Scales [K / (256 span), N, per] and what comes with them."""
-    chunks = max(1, planes.shape[1] // max(CHUNK, planes.group))
+def _by_tile(words: Tensor) -> Tensor:
+    """[N / 16, groups, 16, 32] of words [N / 16, 16, groups, 32]."""
+    return words.transpose(1, 2).contiguous()
+
+
+def _word(codes: Tensor, bits: int) -> Tensor:
+    """int16 words of codes [..., 16 / bits, 32]: code i at bit `bits` i."""
+    words = torch.zeros_like(codes[..., 0, :], dtype=torch.int32)
+    for i in range(16 // bits):
+        words |= codes[..., i, :].int() << (bits * i)
+    return words.to(torch.int16)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """int32 codes [..., 16 / bits, 32] of words."""
+    count = 16 // bits
+    shifts = bits * torch.arange(count, device=words.device, dtype=torch.int32)
+    return (words.to(torch.int32)[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
+
+
+def _arranged(codes: Tensor, planes: Planes) -> Tensor:
+    """[N / 16, 16, K / 128, 4, 32] of codes [N, K]: which four a word has."""
+    n, k = planes.shape
+    if planes.format.index != 4:
+        return codes.view(n // ROWS, ROWS, k // 128, 4, 32)
+    blocks = codes.view(n // ROWS, ROWS, k // 128, 2, 4, 16)
+    return blocks.transpose(-2, -3).reshape(n // ROWS, ROWS, k // 128, 4, 32)
+
+
+def _in_order(codes: Tensor, planes: Planes) -> Tensor:
+    """Codes [N, K] of `_arranged` ones."""
+    n, k = planes.shape
+    if planes.format.index == 4:
+        codes = codes.reshape(*codes.shape[:-2], 4, 2, 16).transpose(-2, -3)
+    return codes.reshape(n, k)
+
+
+def _high(planes: Planes) -> Tensor:
+    """Words [N / 16, 16, words, 32] of high bits."""
+    bits = planes.format.high_bits
+    arranged = _arranged(high_codes(planes), planes)
+    missing = -arranged.shape[2] % (4 // bits)
+    arranged = pad(arranged, (0, 0, 0, 0, 0, missing))
+    return _word(arranged.reshape(*arranged.shape[:2], -1, 16 // bits, 32), bits)
+
+
+def _high_in_order(tiles: Tiles) -> Tensor:
+    """Upper bits [N, K], at bit 4."""
+    n, k = tiles.shape
+    fields = _fields(tiles.high.transpose(1, 2), tiles.planes.format.high_bits)
+    groups = fields.reshape(n // ROWS, ROWS, -1, 4, 32)[:, :, : k // 128]
+    return _in_order(groups, tiles.planes) << 4
+
+
+def _records(planes: Planes) -> Tensor:
+    """int16 [N / 16, K / (256 span), fields, 16]."""
+    n, k = planes.shape
+    chunks = k // max(CHUNK, planes.group)
+    scales = planes.scales
+    if _parts(planes) == 3:
+        fields = [part.view(torch.int16).view(n, chunks, -1) for part in _three(scales)]
+    else:
+        fields = [scales.view(torch.int16).view(n, chunks, -1)]
     if planes.format.index == 2:
-        return _chunks_first(planes.scales.view(torch.int32), chunks), None
-    if planes.format.index == 3:
-        tops = planes.supers.view(torch.int32)
-        return _chunks_first(planes.scales.view(torch.int16), chunks), tops.T.contiguous()
-    scales = _chunks_first(planes.scales, chunks)
+        fields = [fields[0][..., 0::2], fields[0][..., 1::2]]
+    if _has_zeros(planes):
+        zeros = planes.supers.view(n, chunks, -1)
+        fields.append(pad(zeros, (0, zeros.shape[2] % 2)).view(torch.int16))
+    elif planes.supers is not scales:
+        fields.append(planes.supers.view(torch.int16).view(n, chunks, -1))
+    joined = torch.cat(fields, -1)
+    return joined.view(n // ROWS, ROWS, chunks, -1).permute(0, 2, 3, 1).contiguous()
+
+
+def _three(scales: Tensor) -> list[Tensor]:
+    """bfloat16 parts whose sum is exact."""
+    parts, rest = [], scales
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return parts
+
+
+def _scales(tiles: Tiles) -> tuple[Tensor, Tensor | None]:
+    """Scales and what comes with them, as planes have them."""
+    planes, records = tiles.planes, tiles.records
+    n = planes.shape[0]
+    fields = records.permute(0, 3, 1, 2).reshape(n, records.shape[1], records.shape[2])
+    own = planes.scales.shape[1] * planes.scales.element_size() // (2 * records.shape[1])
+    if _parts(planes) == 3:
+        own = 3 * _per(planes)
+        three = fields[..., :own].contiguous().view(torch.bfloat16).float()
+        scales = three.unflatten(-1, (3, -1)).sum(-2).flatten(1)
+    elif planes.format.index == 2:
+        pairs = torch.stack([fields[..., :8], fields[..., 8:]], -1)
+        return pairs.flatten(1).view(planes.scales.dtype), None
+    else:
+        scales = fields[..., :own].flatten(1).contiguous().view(planes.scales.dtype)
     if planes.supers is planes.scales:
         return scales, None
-    return scales, _chunks_first(planes.supers, chunks)
-
-
-def _chunks_first(rows: Tensor, chunks: int) -> Tensor:
-    return rows.view(len(rows), chunks, -1).transpose(0, 1).contiguous()
-
-
-def _rows_first(records: Tensor) -> Tensor:
-    return records.transpose(0, 1).flatten(1).contiguous()
+    rest = fields[..., own:].contiguous().view(planes.supers.dtype)
+    per = planes.supers.shape[1] // records.shape[1]
+    return scales, rest[..., :per].flatten(1).contiguous()
