@@ -166,9 +166,7 @@ def _in_stored_order(x: Tensor, weight: Weight) -> Tensor:
     return x if perm is None else x.index_select(1, perm)
 
 
-def _gemm_rule(
-    weight: Tensor | Planes | Tiles, tuning: Tuning, rows: int, n: int, k: int
-) -> Rule:
+def _gemm_rule(weight: Tensor | Planes | Tiles, tuning: Tuning, rows: int, n: int, k: int) -> Rule:
     if isinstance(weight, Tiles):
         return tile_rule(tuning, weight, rows, n, k)
     kind = "plane_gemm" if isinstance(weight, Planes) else "dense_gemm"
