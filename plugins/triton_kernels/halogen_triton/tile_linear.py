@@ -23,12 +23,13 @@ def tile_linear(
     block_m = 8 if rows == 1 else launch.block_m
     block_n = max(launch.block_n, 32) if activation else launch.block_n
     tiles = triton.cdiv(n, block_n // 2 if activation else block_n)
-    split = _split(rule, tiles, k)
-    grid = (tiles, split, triton.cdiv(rows, block_m))
+    batches = triton.cdiv(rows, block_m)
+    split = _split(rule, tiles * batches, weight)
+    grid = (tiles, split, batches)
     parts = y
     if split > 1:
         columns = 1 if rows == 1 else block_m
-        size = (tiles * grid[2] * split, block_n, columns)
+        size = (tiles * batches * split, block_n, columns)
         parts = torch.empty(size, dtype=torch.float32, device=y.device)
     nvidia = not active() and x.device.type != "cpu" and torch.version.hip is None
     tile_kernels.tile_linear[grid](
@@ -55,7 +56,9 @@ def tile_rows(ids: Tensor, weight: Tiles, y: Tensor, scale: float) -> None:
     )  # fmt: skip
 
 
-def _split(rule: Rule, tiles: int, k: int) -> int:
+def _split(rule: Rule, sums: int, weight: Tiles) -> int:
     """Parts of K, so that about `rule.programs` programs run; each has a few chunks at least."""
-    most = max(1, k // CHUNK // 4)
-    return max(1, min(rule.programs // tiles, most, 16))
+    if sums > weight.tickets.numel():
+        return 1
+    most = max(1, weight.shape[1] // CHUNK // 4)
+    return max(1, min(rule.programs // sums, most, 16))

@@ -123,6 +123,16 @@ def test_split_products_leave_their_tickets_at_zero(rows):
         assert not tiles.tickets.any()
 
 
+def test_more_sums_than_tickets_are_not_split():
+    planes, want = pack("mxfp4", 16, 2048)
+    tiles, x = tiled(planes), normal(65, 2048, dtype=torch.bfloat16)
+    assert tiles.tickets.numel() < 5
+    own = table()
+    rules = {**own.rules, "tile_gemm": (attrs.evolve(own.rules["tile_gemm"][1], programs=99),)}
+    own = attrs.evolve(own, rules=rules)
+    near(linear(x, tiles, own, out_dtype=torch.float32), x.cpu().double() @ want.T)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_activations(dtype):
     planes, want = pack("q4_k", 16, 512)
