@@ -90,24 +90,25 @@ def tile_rows(
     """Neighbouring words whose codes share scales."""
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + t)
-    run = tl.program_id(1) * 1024 + tl.arange(0, 1024 // RUN)[:, None] * RUN
+    # what a run shares has one dimension, so that a thread loads it once
+    run = tl.program_id(1) * 1024 + tl.arange(0, 1024 // RUN) * RUN
     j = tl.arange(0, RUN)[None, :]
     chunk = run // WORDS
     live = chunk < CHUNKS
     word = run % WORDS
     tile = (row // 16).to(tl.int64) * CHUNKS
     lane = row % 16
-    place = (tile + chunk) * (WORDS * 16) + word // 32 * 512 + lane * 32 + word % 32 + j
-    place = tl.max_contiguous(tl.multiple_of(place, [1, RUN]), [1, RUN])
-    w = tl.load(codes + place, mask=live, other=0)
+    place = (tile + chunk) * (WORDS * 16) + word // 32 * 512 + lane * 32 + word % 32
+    place = tl.max_contiguous(tl.multiple_of(place[:, None] + j, [1, RUN]), [1, RUN])
+    w = tl.load(codes + place, mask=live[:, None], other=0)
     h = w
     if HIGH == 1 or HIGH == 2:
         group = tile + chunk
         if HIGH == 1:
             group = (row // 16).to(tl.int64) * ((CHUNKS + 1) // 2) + chunk // 2
-        place = group * 512 + lane * 32 + word % 32 + j
-        place = tl.max_contiguous(tl.multiple_of(place, [1, RUN]), [1, RUN])
-        h = tl.load(high + place, mask=live, other=0)
+        place = group * 512 + lane * 32 + word % 32
+        place = tl.max_contiguous(tl.multiple_of(place[:, None] + j, [1, RUN]), [1, RUN])
+        h = tl.load(high + place, mask=live[:, None], other=0)
     record = records + (tile // SPAN + chunk // SPAN) * (FIELDS * 16) + lane
     for i in tl.static_range(FEW):
         if SCALES == 6:
@@ -116,13 +117,16 @@ def tile_rows(
         else:
             block = word // 32 * FEW + i
             bit = chunk % 2 * 8 + block
-        code = code_bits(w, h, i, bit, HIGH)
+        code = code_bits(w, h, i, bit[:, None], HIGH)
         scale, low = field_scales(record, block, live, SCALES, PER, PARTS)
+        scale = scale[:, None]
+        low = low[:, None]
         if SCALES == 5:
             value = scale * e2m1_value(code)
         elif SCALES == 4:
             value = scale * (code.to(tl.float32) - low)
         else:
             value = scale * (code - ZERO).to(tl.float32) - low
-        at = y + t * CHUNKS * 256 + chunk * 256 + block * RUN + j
-        tl.store(at, (value * factor).to(y.dtype.element_ty), mask=live)
+        at = t * CHUNKS * 256 + chunk * 256 + block * RUN
+        at = tl.max_contiguous(tl.multiple_of(at[:, None] + j, [1, RUN]), [1, RUN])
+        tl.store(y + at, (value * factor).to(y.dtype.element_ty), mask=live[:, None])
