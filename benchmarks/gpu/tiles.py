@@ -77,7 +77,7 @@ def main() -> None:
                     print(shape, launch.block_n, launch.warps, f"{median(rates):.0f}", flush=True)
             del weights
             torch.cuda.empty_cache()
-    save(options.out, found)
+        save(options.out, found)
 
 
 if __name__ == "__main__":
