@@ -71,6 +71,9 @@ class Rule:
     direct: bool = True
     """Short contexts of a split decode take a program per (sequence, head); else they are split too
     (that kernel would spill)."""
+    edges: bool = True
+    """Of a dense layer: what surrounds it shares its kernel (`halogen_triton.dense`); false where
+    kernels of their own were faster."""
     library: bool = False
     """The vendor's library does better (for planes: even after dequantising them)."""
 

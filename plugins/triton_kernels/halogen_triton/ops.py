@@ -103,7 +103,7 @@ class TritonOps(TorchOps):
     ) -> Rows:
         own = None if bias is None else bias.payload
         rule = dense_rule(weight.payload, self.tuning, x.shape[0], weight.shape[0])
-        if rule is not None and self._fuses:
+        if rule is not None and rule.edges and self._fuses:
             x = x if isinstance(x, Normed) else self._rows(x)
             return Product(x, weight.payload, own, rule)
         return linear(self._rows(x), weight.payload, self.tuning, bias=own, joins=self._joins)

@@ -196,39 +196,39 @@ def _edges(table: Tuning) -> Iterator[Case]:
     norm, joins = _meta(h, dtype=torch.float32), _ints(1 << 16)
     qkv, gate_up, head = _meta((hq + 2 * hkv) * d, h), _meta(2 * inner, h), _meta(152064, h)
     for rows in (1, 8, 32, 64):
+        rule = dense_rule(_meta(h, h), table, rows, h)
+        if rule is None or not rule.edges:
+            continue
         squares = _meta(896 if rows == 1 else 56, rows, dtype=torch.float32)
         x = Normed(
             stream=_meta(rows, h), weighted=_meta(rows, h), squares=squares, weight=norm, eps=1e-6
         )
         for k in (h, inner):
-            down = _meta(h, k)
-            rule = dense_rule(down, table, rows, h)
-            if rule is None:
-                return
-            product = Product(_meta(rows, k), down, None, rule)
+            rule = dense_rule(_meta(h, k), table, rows, h)
+            assert rule is not None
+            product = Product(_meta(rows, k), _meta(h, k), None, rule)
             residual = _meta(rows, h)
             yield (
                 f"stream bf16 from {k} rows {rows}",
                 lambda p=product, r=residual: to_stream(p, r, norm, 1e-6, joins),
             )
-        pairs = [
-            dense_rule(w, table, rows, w.shape[0] // 2, pairs=i)
-            for i, w in ((1, gate_up), (2, qkv))
-        ]
+        gate = dense_rule(gate_up, table, rows, inner, pairs=1)
+        turn = dense_rule(qkv, table, rows, len(qkv) // 2, pairs=2)
         wide = dense_rule(head, table, rows, 152064)
-        if wide is None or None in pairs:
-            return
-        product = Product(x, qkv, _meta(len(qkv)), rule)
-        at = (_ints(rows), _meta(rows, dtype=torch.int64))
-        yield (
-            f"heads bf16 rows {rows}",
-            lambda p=product, r=pairs[1], at=at: to_heads(
-                p, r, _layer_kv("bf16", hkv, d), *at, shape, rope, joins
-            ),
-        )
+        assert gate is not None
+        assert wide is not None
+        if turn is not None:
+            product = Product(x, qkv, _meta(len(qkv)), rule)
+            at = (_ints(rows), _meta(rows, dtype=torch.int64))
+            yield (
+                f"heads bf16 rows {rows}",
+                lambda p=product, r=turn, at=at: to_heads(
+                    p, r, _layer_kv("bf16", hkv, d), *at, shape, rope, joins
+                ),
+            )
         yield (
             f"gated norm bf16 rows {rows}",
-            lambda x=x, r=pairs[0]: dense(x, gate_up, r, activation=1, joins=joins),
+            lambda x=x, r=gate: dense(x, gate_up, r, activation=1, joins=joins),
         )
         yield (
             f"logits norm bf16 rows {rows}",
