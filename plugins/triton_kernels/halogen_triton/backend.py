@@ -91,6 +91,7 @@ class TritonBackend(TorchBackend):
         self._trash: tuple[int, int] | None = None
         self._graph_pool: Any = None
         self._captured = 0
+        self._prompts: Counter[capture.CaptureKey] = Counter()
         self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
         self._attention = chosen.attention(extra.get("attention", "auto"))
         self._buckets = chosen.buckets(extra.get("buckets"))
@@ -239,7 +240,11 @@ class TritonBackend(TorchBackend):
     def capture_key(self, batch: StepBatch) -> Hashable | None:
         if not self._graphs or self._trash is None:
             return None
-        return capture.capture_key(batch, self.triton_ops.flash_threshold, self._buckets)
+        key = capture.capture_key(batch, self.triton_ops.flash_threshold, self._buckets)
+        if key is not None and key.prompt:
+            self._prompts[key] += 1
+            return key if self._prompts[key] > capture.PROMPT_USES else None
+        return key
 
     def capture(
         self, step: Callable[[StepMeta[Tensor]], Sampled[Tensor]], batch: StepBatch

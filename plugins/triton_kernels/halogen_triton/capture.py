@@ -1,9 +1,12 @@
-"""Captured decode steps: one CUDA or HIP graph per bucket, inputs updated in place.
+"""Captured steps: one CUDA or HIP graph per bucket, inputs updated in place.
+
+A bucket holds steps that decode, a token for each sequence, or steps that compute the last tokens
+of one short prompt, whose many launches would take the host longer than the device.
 
 All inputs of a bucket lie in one device buffer that one copy from pinned memory fills; then the
 host makes one launch for the whole step, sampling included. Tokens that the step before picked are
-taken from the device, so that step may still run. Rows that pad a batch to its bucket are one token
-long and live in the trash block.
+taken from the device, so that step may still run. What pads a step to its bucket lives in the trash
+block: sequences of one token, or one sequence of all the tokens that a prompt leaves.
 """
 
 from __future__ import annotations
@@ -19,11 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi import Sampled, SamplingBatch, StepBatch, StepMeta, TorchBackend
-from halogen_triton.sampling import FIELDS, DrawTensors, is_plain
+from halogen_triton.sampling import FIELDS, draw_tensors, is_plain
 
+PROMPTS = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Tokens of a captured step that computes a prompt."""
+PROMPT_USES = 2
+"""A prompt's bucket is captured when it was met so often before: capturing takes three steps."""
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RUNS = 3
 """How often capturing calls the step: to compile, to settle, to record."""
+_APART = (*FIELDS, "mask", "carried")
+"""Inputs that are no fields of `StepBatch`."""
 TABLE_WIDTHS = (32, 256, 2048, 16384, 131072)
 
 
@@ -32,32 +41,52 @@ class CaptureKey:
     """What a captured step is good for."""
 
     rows: int
+    """Sequences, those that pad included."""
     table_width: int
     samples: bool
     """Some row is not greedy."""
     flash: bool
+    mask_words: int = 0
+    """Of 32 bits each, which tokens grammars allow; 0: all are allowed."""
+    prompt: int = 0
+    """Tokens of one prompt, those that pad included; 0: every sequence decodes one."""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt or self.rows
+
+    @property
+    def picks(self) -> int:
+        """Tokens that the step picks."""
+        return 1 if self.prompt else self.rows
 
 
 def capture_key(
     batch: StepBatch, flash_threshold: int, buckets: Sequence[int] = BUCKETS
 ) -> CaptureKey | None:
-    """The bucket of a pure decode step; None: it must run eagerly."""
+    """The bucket of a step that only decodes or ends one short prompt; None: run it eagerly."""
     rows, width = batch.num_sequences, batch.block_tables.shape[1]
-    pure = (
-        0 < rows <= buckets[-1]
-        and batch.num_tokens == rows
-        and len(batch.logit_rows) == rows
-        and width <= TABLE_WIDTHS[-1]
-        and is_plain(batch.sampling)
-    )
-    if not pure:
+    if width > TABLE_WIDTHS[-1] or not is_plain(batch.sampling):
+        return None
+    if 0 < rows <= buckets[-1] and batch.num_tokens == rows == len(batch.logit_rows):
+        sequences, prompt = next(b for b in buckets if b >= rows), 0
+    elif rows == len(batch.logit_rows) == 1 and (prompt := _prompt_bucket(batch.num_tokens)):
+        sequences = 2
+    else:
         return None
     return CaptureKey(
-        rows=next(b for b in buckets if b >= rows),
+        rows=sequences,
         table_width=next(w for w in TABLE_WIDTHS if w >= width),
         samples=not batch.sampling.all_greedy,
         flash=batch.max_seq_len > flash_threshold,
+        mask_words=0 if batch.sampling.mask is None else batch.sampling.mask.shape[1],
+        prompt=prompt,
     )
+
+
+def _prompt_bucket(tokens: int) -> int:
+    """0: there is none. A padding sequence of one token would be one that decodes, so none has."""
+    return next((n for n in PROMPTS if n == tokens or n >= tokens + 2), 0)
 
 
 class StaticInputs:
@@ -66,19 +95,22 @@ class StaticInputs:
     def __init__(
         self, key: CaptureKey, trash_slot: int, block_size: int, device: torch.device
     ) -> None:
-        rows = key.rows
+        self._key = key
+        tokens, rows, picks = (key.tokens,), (key.rows,), (key.picks,)
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-            "slot_mapping": (np.int64, (rows,)),
-            "token_ids": (np.int32, (rows,)),
-            "positions": (np.int32, (rows,)),
-            "query_start_loc": (np.int32, (rows + 1,)),
-            "seq_lens": (np.int32, (rows,)),
-            "logit_rows": (np.int32, (rows,)),
-            "carried": (np.int32, (rows,)),
-            "block_tables": (np.int32, (rows, key.table_width)),
+            "slot_mapping": (np.int64, tokens),
+            "token_ids": (np.int32, tokens),
+            "positions": (np.int32, tokens),
+            "carried": (np.int32, tokens),
+            "query_start_loc": (np.int32, (key.rows + 1,)),
+            "seq_lens": (np.int32, rows),
+            "block_tables": (np.int32, (*rows, key.table_width)),
+            "logit_rows": (np.int32, picks),
         }
         for name in FIELDS if key.samples else ():
-            fields[name] = (np.int32 if name == "top_k" else np.float32, (rows,))
+            fields[name] = (np.int32 if name == "top_k" else np.float32, picks)
+        if key.mask_words:
+            fields["mask"] = (np.int32, (*picks, key.mask_words))
         starts, size = {}, 0
         for name, (kind, shape) in fields.items():
             starts[name] = size
@@ -97,29 +129,31 @@ class StaticInputs:
             same = torch.from_numpy(self.host[name]).dtype
             self.device[name] = self._device[starts[name] : end].view(same).view(shape)
         self._trash_slot, self._trash_block = trash_slot, trash_slot // block_size
-        self.host["query_start_loc"][:] = np.arange(rows + 1)
-        self.host["logit_rows"][:] = np.arange(rows)
 
     def fill(self, batch: StepBatch) -> None:
         """Write a batch and its padding, and start the copy to the device."""
-        n, width = batch.block_tables.shape
-        host = self.host
+        tokens, (n, width), picks = (
+            batch.num_tokens,
+            batch.block_tables.shape,
+            len(batch.logit_rows),
+        )
+        host, key = self.host, self._key
         if self._copied is not None:
             # the copy before this one may still be reading; an event not yet recorded is done
             self._copied.synchronize()
-        for name in ("token_ids", "positions", "slot_mapping", "seq_lens"):
-            host[name][:n] = getattr(batch, name)
-        host["block_tables"][:n, :width] = batch.block_tables
-        host["token_ids"][n:], host["positions"][n:], host["seq_lens"][n:] = 0, 0, 1
-        host["slot_mapping"][n:] = self._trash_slot
-        host["block_tables"][n:, 0] = self._trash_block
+        for name in ("token_ids", "positions", "slot_mapping"):
+            host[name][:tokens], host[name][tokens:] = getattr(batch, name), 0
+        host["slot_mapping"][tokens:] = self._trash_slot
         host["carried"][:] = -1
         if batch.carried is not None:
-            host["carried"][:n] = batch.carried.rows
-        for name in FIELDS:
-            if name in host:
-                host[name][:n] = getattr(batch.sampling, name)
-                host[name][n:] = 0
+            host["carried"][:tokens] = batch.carried.rows
+        host["seq_lens"][:n], host["block_tables"][:n, :width] = batch.seq_lens, batch.block_tables
+        host["logit_rows"][:picks] = batch.logit_rows
+        self._pad_sequences(batch)
+        for name in FIELDS if key.samples else ():
+            host[name][:picks], host[name][picks:] = getattr(batch.sampling, name), 0
+        if batch.sampling.mask is not None:
+            host["mask"][:picks], host["mask"][picks:] = batch.sampling.mask.view(np.int32), -1
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -127,13 +161,25 @@ class StaticInputs:
             device = self.device
             TorchBackend.carry(device["token_ids"], device["carried"], batch.carried.tokens)
 
+    def _pad_sequences(self, batch: StepBatch) -> None:
+        host, key, n = self.host, self._key, batch.num_sequences
+        starts, spare = host["query_start_loc"], key.tokens - batch.num_tokens
+        starts[: n + 1] = batch.query_start_loc
+        if key.prompt:
+            starts[n + 1], host["seq_lens"][n] = key.prompt, max(1, spare)
+            host["block_tables"][n] = self._trash_block
+        else:
+            starts[n + 1 :], host["seq_lens"][n:] = np.arange(n + 1, key.rows + 1), 1
+            host["block_tables"][n:, 0] = self._trash_block
+            host["logit_rows"][n:] = np.arange(n, key.rows)
+
     def batch(self) -> StepBatch:
         """The padded batch on the host, as ops see it."""
-        host, rows = self.host, len(self.host["token_ids"])
-        return StepBatch(
-            **{name: host[name] for name in host if name not in (*FIELDS, "carried")},
-            sampling=_padded_sampling(host, rows),
-        )
+        host, key = self.host, self._key
+        fields = {name: host[name] for name in host if name not in _APART}
+        if key.prompt:  # launches must not depend on how much of it is padding
+            fields["query_start_loc"] = np.array([0, key.prompt - 2, key.prompt], np.int32)
+        return StepBatch(**fields, sampling=_padded_sampling(host, key.picks))
 
 
 def _padded_sampling(host: dict[str, NDArray[Any]], rows: int) -> SamplingBatch:
@@ -179,12 +225,9 @@ def static_meta(
 ) -> StepMeta[Tensor]:
     """A step's meta over the static device tensors."""
     device = inputs.device
-    draws = {name: device[name] for name in FIELDS if name in device}
     meta = upload(inputs.batch())
-    fixed = {name: device[name] for name in device if name not in (*FIELDS, "carried")}
-    if draws:
-        fixed["sampling"] = DrawTensors(draws)
-    return attrs.evolve(meta, **fixed)
+    fixed = {name: device[name] for name in device if name not in _APART}
+    return attrs.evolve(meta, **fixed, sampling=draw_tensors(device))
 
 
 def capture(
