@@ -66,7 +66,7 @@ def gap(bench):
 def cases():
     runs = {"L1/many/crash": crash, "L1/many/hang": hang, "L1/many/gap": gap}
     runs |= {f"L1/many/beside-{i}": noted for i in range(5)}
-    runs |= {"L2/many/beside": noted, "L2/many/alone": noted, "L5/many/alone": noted}
+    runs |= {"L3/many/beside": noted, "L2/many/alone": noted, "L5/many/alone": noted}
     for case_id, run in runs.items():
         level = {"alone": True} if case_id == "L2/many/alone" else {}
         limit = 2.0 if run is hang else 60.0

@@ -24,8 +24,6 @@ from halogen_core.spi import (
 )
 
 CYCLES = 1000
-OF_THE_DEVICE = ("tiers", "plan", "out-of-memory", "leaks")
-"""Topics that look at all of the device's memory, which a neighbour's allocations would change."""
 LEAK_BYTES = 4 << 20
 """Growth over all cycles that is still noise; a cycle's arrays are 100 KiB and more."""
 
@@ -49,8 +47,7 @@ def cases() -> Iterator[Case]:
     }
     for name, (run, why) in checks.items():
         topic = name.partition("/")[0]
-        alone = topic in OF_THE_DEVICE
-        yield Case(id=f"L2/{name}", topic=topic, why=why, run=run, timeout_s=120, alone=alone)
+        yield Case(id=f"L2/{name}", topic=topic, why=why, run=run, timeout_s=120)
 
 
 # ---------------------------------------------------------------- tiers and plans
