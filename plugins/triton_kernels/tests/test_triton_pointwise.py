@@ -148,3 +148,20 @@ def test_turns_of_a_period_cancel():
     at = torch.full((1,), 1000, dtype=torch.int32, device=DEVICE)
     q = qkv_rope_store(x, kv, at, torch.zeros(1, dtype=torch.int64, device=DEVICE), shape, rope)
     near(q, x[:, :32].double(), 1e-6)
+
+
+def test_many_tokens_take_wider_programs():
+    shape = HeadShape(num_heads=2, num_kv_heads=1, head_dim=32, scale=1.0)
+    qkv = normal(256, 4 * 32)
+    positions = torch.arange(256, dtype=torch.int32, device=DEVICE)
+    slots = torch.full((256,), -1, dtype=torch.int64, device=DEVICE)
+    slots[255] = 9
+    inv = tuple(10000.0 ** (-i / 16) for i in range(16))
+    rope = rotation(inv, 32, neox=True, factor=1.0, device=qkv.device)
+    kv = LayerKV(data=pool("f32", d=32).data[:, :, :1].contiguous(), store=0)
+    q = qkv_rope_store(qkv, kv, positions, slots, shape, rope)
+    heads = qkv.double().unflatten(1, (-1, 32))
+    turned = rotate(heads[:, :3], positions, inv, "neox", 1.0)
+    near(q, turned[:, :2].flatten(1))
+    near(kv.data[2, 0, 0, 1], turned[255, 2])
+    near(kv.data[2, 1, 0, 1], heads[255, 3])
