@@ -2,8 +2,8 @@
 
     python benchmarks/scheduler/predicted.py MODEL.gguf [--backend cpu_ggml] [--json FILE]
 
-A mixed load runs through the engine: prompts of 16 to 1,500 tokens in chunks beside answers. Before
-every step the backend is asked what it will take; afterwards that is compared with what it took.
+A mixed load runs through the engine: prompts of 16 to 1,500 tokens in chunks beside answers. What
+the backend would have said of each step is compared with what the engine then measured.
 Reported are relative errors of single steps and of sums over ten (what time per token is made of).
 """
 
@@ -12,7 +12,6 @@ import json
 import platform
 import random
 import statistics
-import time
 from pathlib import Path
 
 from halogen_core.engine.building import build_engine
@@ -36,24 +35,22 @@ def requests(count, vocabulary):
         )
 
 
-def watched(runner, steps):
-    """`runner.step` that notes (shape, predicted seconds, real seconds)."""
-    run = runner.step
+def watched(backend, steps):
+    """`backend.observe` that notes (shape, predicted seconds, real seconds) before it learns."""
+    learn = backend.observe
 
-    def step(batch, shape):
-        cost = runner.backend.cost(shape)
-        began = time.perf_counter()
-        result = run(batch, shape)
-        steps.append((shape, cost and cost.p50, time.perf_counter() - began))
-        return result
+    def observe(shape, seconds):
+        cost = backend.cost(shape)
+        steps.append((shape, cost and cost.p50, seconds))
+        learn(shape, seconds)
 
-    return step
+    return observe
 
 
 def measure(options, count):
     engine = build_engine(options)
     steps = []
-    engine.runner.step = watched(engine.runner, steps)
+    engine.runner.backend.observe = watched(engine.runner.backend, steps)
     waiting = list(requests(count, engine.info.vocab_size))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.num_running + engine.scheduler.num_waiting < 6:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from halogen_core.spi.records import Cost, StepShape
 
 _KEPT = 256
-_REFIT_EVERY = 16
+_REFIT_AFTER = 1 / 16
+"""Of the steps that are known: a young model learns from every step, an old one now and then."""
 _LEAST = 8
 
 
@@ -32,7 +33,7 @@ class LinearCost:
             return
         self._steps.append((_features(shape), seconds))
         self._since_fit += 1
-        due = self._weights is None or self._since_fit >= _REFIT_EVERY
+        due = self._weights is None or self._since_fit >= _REFIT_AFTER * len(self._steps)
         if due and len(self._steps) >= _LEAST:
             self._fit()
 
