@@ -79,13 +79,16 @@ def gguf_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
 
 @attrs.define
 class _Recipe:
-    """Builds the library's tokenizer, once: then the merges are let go."""
+    """Builds the library's tokenizer once, for all that share it; then the merges are let go."""
 
     metadata: _Metadata
     pieces: Sequence[str]
     kinds: Sequence[int]
+    built: tokenizers.Tokenizer | None = None
 
     def __call__(self) -> tokenizers.Tokenizer:
+        if self.built is not None:
+            return self.built
         metadata, pieces, kinds = self.metadata, self.pieces, self.kinds
         if metadata.get("model", str) == "gpt2":
             core = _byte_level(metadata, pieces)
@@ -94,6 +97,7 @@ class _Recipe:
         _add_tokens(core, pieces, kinds)
         core.encode_special_tokens = True
         self.metadata, self.pieces, self.kinds = _Metadata({}, metadata.path), (), ()
+        self.built = core
         return core
 
 

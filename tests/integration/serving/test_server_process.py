@@ -27,7 +27,7 @@ REAL = ("--max-context", "512", "--pool-size", "64MiB")
 
 @pytest.fixture(scope="module")
 def served(serve_process):
-    server = serve_process("--host-pool-size", "4MiB")
+    server = serve_process("--disk-pool-size", "4MiB")
     yield server
     assert server.stop() == 0
 
