@@ -111,6 +111,9 @@ class AheadBackend(TritonBackend):
         kind = np.float32 if array.is_floating_point() else np.int64
         return np.zeros(array.shape, kind)
 
+    def fetch(self, sampled: Sampled[Tensor]) -> Callable[[], Sampled[NDArray[Any]]]:
+        return lambda: Sampled(token_ids=self.download(sampled.token_ids))
+
     def synchronize(self) -> None:
         """Nothing runs."""
 
