@@ -7,6 +7,7 @@ import numpy as np
 from halogen_core.spi import (
     FORMATS,
     BackendOptions,
+    MoESpec,
     QuantTensor,
     SamplingBatch,
     StepBatch,
@@ -145,3 +146,27 @@ def shuffled_tables(rng, sequences, block_size):
         tables[i, :n] = blocks[at : at + n]
         at += n
     return tables, len(blocks)
+
+
+def experts_beside_float64(backend, rng, gate_up, g, down, d):
+    """Two of four experts for 5 rows of 64, by the backend and in float64; g [4, 128, 64] and
+    d [4, 64, 64] are what the tensors stand for."""
+    router = rng.standard_normal((4, 64)).astype(np.float32)
+    x = rng.standard_normal((5, 64)).astype(np.float32)
+    packed = QuantTensor(format="F32", shape=(4, 64), data=router.reshape(-1).view(np.uint8))
+    weights = (
+        backend.pack([packed], WeightRole.LINEAR),
+        backend.pack([gate_up], WeightRole.EXPERTS),
+        backend.pack([down], WeightRole.EXPERTS),
+    )
+    got = backend.download(
+        backend.ops.moe(backend.upload(x), *weights, MoESpec(num_experts=4, top_k=2))
+    )
+    want = np.zeros((5, 64))
+    for t in range(5):
+        chance = np.exp(router @ x[t])
+        top = np.argsort(-chance)[:2]
+        for e in top:
+            gate, up = np.split(g[e] @ x[t], 2)
+            want[t] += chance[e] / chance[top].sum() * (d[e] @ (gate / (1 + np.exp(-gate)) * up))
+    return got, want

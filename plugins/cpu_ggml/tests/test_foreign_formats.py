@@ -5,9 +5,9 @@ import logging
 import attrs
 import numpy as np
 import pytest
-from ggml_cases import backend_for, relative
+from ggml_cases import backend_for, experts_beside_float64, relative
 
-from halogen_core.spi import ConfigError, MoESpec, OpSignature, QuantTensor, WeightRole
+from halogen_core.spi import ConfigError, OpSignature, QuantTensor, WeightRole
 from halogen_cpu_ggml.reblock import ROUNDING, reblocked
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -112,24 +112,9 @@ def test_tiles_alone_are_kept_and_still_give_the_values(kernel_backend):
 
 
 def test_experts(backend):
-    rng, spec = np.random.default_rng(4), MoESpec(num_experts=4, top_k=2)
+    rng = np.random.default_rng(4)
     (gate_up, g), (down, d) = int4(rng, (4, 128, 64)), int4(rng, (4, 64, 64), zero=False)
-    router = rng.standard_normal((4, 64)).astype(np.float32)
-    x = rng.standard_normal((5, 64)).astype(np.float32)
-    packed = QuantTensor(format="F32", shape=(4, 64), data=router.reshape(-1).view(np.uint8))
-    weights = (
-        backend.pack([packed], WeightRole.LINEAR),
-        backend.pack([gate_up], WeightRole.EXPERTS),
-        backend.pack([down], WeightRole.EXPERTS),
-    )
-    got = backend.download(backend.ops.moe(backend.upload(x), *weights, spec))
-    want = np.zeros((5, 64))
-    for t in range(5):
-        chance = np.exp(router @ x[t])
-        top = np.argsort(-chance)[:2]
-        for e in top:
-            gate, up = np.split(g[e] @ x[t], 2)
-            want[t] += chance[e] / chance[top].sum() * (d[e] @ (gate / (1 + np.exp(-gate)) * up))
+    got, want = experts_beside_float64(backend, rng, gate_up, g, down, d)
     assert relative(got, want) < 0.02
 
 

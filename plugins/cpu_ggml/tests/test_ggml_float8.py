@@ -6,9 +6,9 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
-from ggml_cases import backend_for, relative
+from ggml_cases import backend_for, experts_beside_float64, relative
 
-from halogen_core.spi import FLOAT8, ModelError, MoESpec, OpSignature, QuantTensor, WeightRole
+from halogen_core.spi import FLOAT8, ModelError, OpSignature, WeightRole
 from halogen_cpu_ggml.reblock import ROUNDING, reblocked
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests/unit/loader"))
@@ -88,25 +88,10 @@ def test_a_table_is_looked_up(backend):
 
 
 def test_experts(backend):
-    rng, spec = np.random.default_rng(4), MoESpec(num_experts=4, top_k=2)
+    rng = np.random.default_rng(4)
     gate_up, g = float8_tensor(rng, "F8_E4M3", (4, 128, 64), (48, 56), 1e-3)
     down, d = float8_tensor(rng, "F8_E4M3", (4, 64, 64), (1, 64), 1e-3)
-    router = rng.standard_normal((4, 64)).astype(np.float32)
-    x = rng.standard_normal((5, 64)).astype(np.float32)
-    packed = QuantTensor(format="F32", shape=(4, 64), data=router.reshape(-1).view(np.uint8))
-    weights = (
-        backend.pack([packed], WeightRole.LINEAR),
-        backend.pack([gate_up], WeightRole.EXPERTS),
-        backend.pack([down], WeightRole.EXPERTS),
-    )
-    got = backend.download(backend.ops.moe(backend.upload(x), *weights, spec))
-    want = np.zeros((5, 64))
-    for t in range(5):
-        chance = np.exp(router @ x[t])
-        top = np.argsort(-chance)[:2]
-        for e in top:
-            gate, up = np.split(g[e] @ x[t], 2)
-            want[t] += chance[e] / chance[top].sum() * (d[e] @ (gate / (1 + np.exp(-gate)) * up))
+    got, want = experts_beside_float64(backend, rng, gate_up, g, down, d)
     assert relative(got, want) < 2e-3
 
 

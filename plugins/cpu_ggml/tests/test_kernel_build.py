@@ -46,6 +46,15 @@ def test_kernels_that_were_not_built_are_refused_not_replaced(monkeypatch):
     create(BackendOptions(threads=1, extra={"kernels": "auto"})).close()
 
 
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """Where the kernels are looked for in this test."""
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "kernels.so")
+    native._library.cache_clear()
+    yield tmp_path / "kernels.so"
+    native._library.cache_clear()
+
+
 def test_without_a_compiler_nothing_is_built(build, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert build.build(tmp_path / "kernels.so") is None
@@ -57,38 +66,27 @@ def test_without_a_compiler_nothing_is_built(build, monkeypatch, tmp_path, capsy
     shutil.which(emulation.COMPILER) is None or platform.machine() != "x86_64",
     reason=f"{emulation.COMPILER} is not here, or this machine is not x86-64",
 )
-def test_a_cross_compiler_decides_what_is_built(build, monkeypatch, tmp_path):
+def test_a_cross_compiler_decides_what_is_built(build, monkeypatch, library):
     """And a library that came to the wrong machine is named, not a crash."""
     monkeypatch.setenv("CC", f"{emulation.COMPILER} -O0")
     assert build.target(build.compiler()) == "aarch64"
     assert build.wheel_platform("aarch64") == "linux_aarch64"
     assert build.wheel_platform("x86_64") == "linux_x86_64"
-    library = tmp_path / "kernels.so"
     monkeypatch.setattr(build, "PER_ISA", ())
     monkeypatch.setattr(build, "ONCE", ("pack.c",))
     assert build.build(library) == "aarch64"
-    monkeypatch.setattr(native, "LIBRARY", library)
-    native._library.cache_clear()
-    try:
-        with pytest.raises(PluginError, match="another machine") as caught:
-            native.kernels("auto")
-        assert caught.value.code == "HRT-3611"
-    finally:
-        native._library.cache_clear()
+    with pytest.raises(PluginError, match="another machine") as caught:
+        native.kernels("auto")
+    assert caught.value.code == "HRT-3611"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
-def test_a_library_of_an_older_version_is_named(monkeypatch, tmp_path):
+def test_a_library_of_an_older_version_is_named(library, tmp_path):
     """After an update the old one may lack a function that is called now."""
-    source, library = tmp_path / "old.c", tmp_path / "kernels.so"
+    source = tmp_path / "old.c"
     source.write_text("void *hx_kernels(char *isa) { return 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    monkeypatch.setattr(native, "LIBRARY", library)
-    native._library.cache_clear()
-    try:
-        with pytest.raises(PluginError, match="hx_struct_size.*another version") as caught:
-            native.kernels("auto")
-        assert caught.value.code == "HRT-3611"
-        assert "reinstall" in caught.value.fix
-    finally:
-        native._library.cache_clear()
+    with pytest.raises(PluginError, match="hx_struct_size.*another version") as caught:
+        native.kernels("auto")
+    assert caught.value.code == "HRT-3611"
+    assert "reinstall" in caught.value.fix
