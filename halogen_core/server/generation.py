@@ -83,11 +83,16 @@ class Generation:
         """Whatever came since the last look; an empty list after `ping_s` of silence."""
         while self._open:
             batch: list[Event] = []
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ping_s):
-                    self._take(await self._queue.get(), batch)
-            while not self._queue.empty():
-                self._take(self._queue.get_nowait(), batch)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ping_s):
+                        self._take(await self._queue.get(), batch)
+                while not self._queue.empty():
+                    self._take(self._queue.get_nowait(), batch)
+            except Exception:
+                if batch:  # the client gets what came before the failure
+                    yield batch
+                raise
             yield batch
 
     def count_error(self, error: HalogenError) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import openai
 import pytest
@@ -145,6 +146,23 @@ def test_an_error_midway_surfaces_in_the_stream(serve):
             client.chat.completions.create(model="scripted", messages=MESSAGES)
         assert server.get("/ready").status_code == 503
         assert server.get("/health").status_code == 200
+
+
+def test_tokens_before_a_failure_arrive_even_when_it_is_seen_with_them(serve):
+    def script(_request):  # the engine fails while the server looks away
+        server.loop.call_soon_threadsafe(time.sleep, 0.3)
+        return [*b"abc", RuntimeError("device fell over")]
+
+    with serve(script) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        received = []
+        with pytest.raises(openai.APIError) as caught:
+            for chunk in client.chat.completions.create(
+                model="scripted", messages=MESSAGES, stream=True
+            ):
+                received.append(chunk.choices[0].delta.content or "")
+        assert "".join(received) == "abc"
+        assert caught.value.body["hrt_code"] == "HRT-5031"
 
 
 def test_a_retried_429_is_served(serve):
