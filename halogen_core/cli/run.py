@@ -6,19 +6,38 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from halogen_core.cli.main import INTERRUPTED
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
-from halogen_core.errors import ConfigError
+from halogen_core.engine.sampling_ranges import Seed, Temperature, TopP
+from halogen_core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from halogen_core.cli.chat_session import Ask, Session
+
+
+def _as(kind: object) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
+    """Reads a flag as a type of `sampling_ranges`, as the server reads a field."""
+
+    def read(_: click.Context, flag: click.Parameter, value: str | None) -> float | None:
+        if value is None:
+            return None
+        try:
+            number: float = msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError as exc:
+            allowed = str(exc).partition(",")[0].removeprefix("Expected ").replace("`", "")
+            text = f"`{flag.opts[0]}` is `{value}`; allowed is {allowed}"
+            raise ConfigError(text, code="HRT-1002") from None
+        return number
+
+    return read
 
 
 @click.command("run", cls=SettingsCommand)
@@ -26,9 +45,11 @@ if TYPE_CHECKING:
 @click.option("--raw", is_flag=True, help="continue the text as it is, without chat template")
 @click.option("--system", help="system message")
 @click.option("--max-tokens", type=click.IntRange(1), help="longest answer")
-@click.option("--temperature", type=click.FloatRange(0, 100), help="0 is greedy [default: 0.7]")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="nucleus")
-@click.option("--seed", type=int, help="same seed, same answer")
+@click.option(
+    "--temperature", metavar="NUMBER", callback=_as(Temperature), help="0 is greedy [default: 0.7]"
+)
+@click.option("--top-p", metavar="NUMBER", callback=_as(TopP), help="nucleus")
+@click.option("--seed", metavar="INTEGER", callback=_as(Seed), help="same seed, same answer")
 @click.option("--greedy", is_flag=True, help="always the most likely token")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object instead of text")
 @with_settings("model", "engine", "cache", "paths", leave_out=("served_model_name", "max_queue"))
@@ -57,9 +78,12 @@ def command(  # noqa: PLR0913 - a command line has many flags
         )
     if raw and system:
         raise ConfigError("`--raw` takes no `--system` message", code="HRT-1003", fix="remove one")
-    prompt = _piped() if prompt is None and not sys.stdin.isatty() else prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().strip()
     if as_json and prompt is None:
         raise ConfigError("`--json` needs a prompt", code="HRT-1002", fix="add one")
+    if prompt is not None and not raw:
+        _refuse_empty(prompt)
     ask = _ask(raw, max_tokens, 0.0 if greedy else temperature, top_p, seed)
     with asyncio.Runner() as runner, _session(runner, config, ask, system) as session:
         if prompt is None:
@@ -68,8 +92,11 @@ def command(  # noqa: PLR0913 - a command line has many flags
             _one_shot(runner, session, prompt, as_json)
 
 
-def _piped() -> str | None:
-    return sys.stdin.read().strip() or None
+def _refuse_empty(prompt: str) -> None:
+    """A chat template around nothing would be answered with whatever the model likes."""
+    if not prompt.strip():
+        fix = "write one, or leave it out to chat"
+        raise RequestError("the prompt is empty", code="HRT-4003", fix=fix)
 
 
 def _ask(

@@ -6,7 +6,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request picks tokens; validated by the server, neutral by default."""
+    """How one request picks tokens, neutral by default; checked where it comes in."""
 
     temperature: float = 0.0
     """0: greedy."""

@@ -11,11 +11,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from halogen_core.engine.sampling_ranges import (
+    MAX_LOGIT_BIAS,
+    LogitBias,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
+
 MAX_N = 16
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
-MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 128
 MAX_TOOLS = 128
@@ -24,7 +35,6 @@ MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Key = Annotated[str, Meta(max_length=256)]
 Schema = dict[str, Any]
 StopText = Annotated[str, Meta(max_length=MAX_STOP_BYTES)]
@@ -72,20 +82,15 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[
-            dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)
-        ]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None

@@ -19,6 +19,9 @@ from halogen_core.cli.chat_session import Ask, Session
 from halogen_core.cli.main import main
 from halogen_core.config import resolve
 from halogen_core.engine.protocol import SamplingParams
+from halogen_core.errors import RequestError
+from halogen_core.server.openai_models import CompletionBody
+from halogen_core.server.validation import decode
 
 FLAGS = ("--backend", "cpu_reference", "--threads", "1", "--pool-size", "16MiB")
 QUESTION = "What is the capital of France?"
@@ -101,7 +104,17 @@ def test_raw_system_and_seed_change_what_they_should(run):
     [
         (("--greedy", "--temperature", "1", "x"), "HRT-1003"),
         (("--raw", "--system", "s", "x"), "HRT-1003"),
-        (("--json",), "HRT-1002"),
+        (("--json",), "HRT-4003"),
+        (("",), "HRT-4003"),
+        ((" \n",), "HRT-4003"),
+        ((), "HRT-4003"),
+        (("--temperature", "100.5", "x"), "HRT-1002"),
+        (("--temperature", "nan", "x"), "HRT-1002"),
+        (("--temperature", "-1", "x"), "HRT-1002"),
+        (("--top-p", "0", "x"), "HRT-1002"),
+        (("--top-p", "nan", "x"), "HRT-1002"),
+        (("--seed", str(2**63), "x"), "HRT-1002"),
+        (("--seed", "1.5", "x"), "HRT-1002"),
         (("--backend", "no_such", "x"), "HRT-1107"),
         (("--model", "no-such-model", "x"), "HRT-2301"),
         (("--max-context", "64", "word " * 40), "HRT-4004"),
@@ -115,6 +128,25 @@ def test_what_is_wrong_is_said_with_a_code(run, flags, code):
     assert done.exit_code == 2
     assert f"[{code}]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", v) for v in (-1e-9, 0, 9, 100, 100.5)),
+        *(("top_p", v) for v in (0, 1e-6, 1, 1.01)),
+        *(("seed", v) for v in (-(2**63) - 1, -(2**63), 2**63 - 1, 2**63)),
+    ],
+)
+def test_a_flag_and_a_field_of_a_request_take_the_same_values(run, field, value):
+    """`--temperature 9` and `"temperature": 9`: both or neither."""
+    try:
+        decode(CompletionBody, json.dumps({"prompt": "x", field: value}).encode())
+        served = True
+    except RequestError:
+        served = False
+    done = run("--" + field.replace("_", "-"), str(value), "--max-tokens", "1", "x")
+    assert (done.exit_code == 0) == served, done.stderr
 
 
 def test_a_session_remembers_even_an_interrupted_answer(tiny_path, tmp_path):
