@@ -199,7 +199,8 @@ class GgmlBackend:
     def _values(self, part: weights.Part) -> NDArray[np.float32]:
         """Dequantised by ggml: every row of the matrix looked up."""
         if part.data.size == 0:
-            return self._product_with_ones(part)
+            matrices = [self._product_with_ones(p) for p in weights.matrices(part)]
+            return np.stack(matrices).reshape(part.shape)
         rows, k = int(np.prod(part.shape[:-1])), part.inputs
         flat = attrs.evolve(part, shape=(rows, k))
         ids = host_node(np.arange(rows, dtype=np.int32))
@@ -211,7 +212,7 @@ class GgmlBackend:
         return values
 
     def _product_with_ones(self, part: weights.Part) -> NDArray[np.float32]:
-        """What the tiles hold (the blocks are gone), to float32's rounding."""
+        """What the tiles of a matrix hold (the blocks are gone), to float32's rounding."""
         identity = host_node(np.eye(part.inputs, dtype=np.float32))
         whole = PackedWeight(
             payload=weights.Weight(parts=(part,)),

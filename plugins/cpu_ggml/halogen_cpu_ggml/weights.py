@@ -99,6 +99,13 @@ def stacked(tensors: Sequence[QuantTensor], role: WeightRole) -> tuple[Part, ...
     return parts
 
 
+def matrices(part: Part) -> list[Part]:
+    """A part that has only tiles as one [N, K] part per expert."""
+    each = np.split(part.tiles.data, math.prod(part.shape[:-2]))
+    tiles = [attrs.evolve(part.tiles, data=data) for data in each]
+    return [attrs.evolve(part, shape=part.shape[-2:], tiles=one) for one in tiles]
+
+
 def vector(tensors: Sequence[QuantTensor]) -> NDArray[np.float32]:
     """Float32 values of a norm, bias or sinks vector."""
     pieces = []

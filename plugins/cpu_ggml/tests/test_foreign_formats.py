@@ -111,6 +111,13 @@ def test_tiles_alone_are_kept_and_still_give_the_values(kernel_backend):
     np.testing.assert_allclose(got, values, rtol=3e-7, atol=1e-9)
 
 
+def test_tiles_of_experts_give_every_experts_values(kernel_backend):
+    tensor, values = int4(np.random.default_rng(5), (3, 40, 128))
+    weight = kernel_backend.pack([tensor], WeightRole.EXPERTS)
+    assert weight.payload.parts[0].data.size == 0
+    np.testing.assert_allclose(kernel_backend.unpack(weight), values, rtol=3e-7, atol=1e-9)
+
+
 def test_experts(backend):
     rng = np.random.default_rng(4)
     (gate_up, g), (down, d) = int4(rng, (4, 128, 64)), int4(rng, (4, 64, 64), zero=False)
