@@ -85,7 +85,7 @@ def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> s
 def make_choices(answer: ChatAnswer, prompt: Prompt, grammar: str) -> list[Choice]:
     """The sequences that a body asks for."""
     body, service = answer.body, answer.service
-    asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    asked = body.max_completion_tokens or body.max_tokens
     if asked is None:
         asked = service.config.server.default_max_tokens
     length = answer_length(service, len(prompt.token_ids), asked, "messages")

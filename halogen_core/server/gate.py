@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -22,6 +23,8 @@ from halogen_core.server.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+LINGER_S = 2.0
+"""How long the rest of a refused body is read."""
 WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -68,7 +71,8 @@ class Gate:
         if reply.status:
             raise exc  # too late for a status; the connection is closed
         close = kind.status in (408, 413, 415)
-        await error_response(error, close=close)(scope, receive, reply)
+        patient = _Lingering(send=reply, receive=receive) if kind.status in (413, 415) else reply
+        await error_response(error, close=close)(scope, receive, patient)
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body; raises for encodings, for more bytes than allowed, and for slowness."""
@@ -104,6 +108,28 @@ async def _read(receive: Receive, limit: int) -> bytes:
             raise _too_large(f"more than {limit}", limit)
         more = message.get("more_body", False)
     return bytes(body)
+
+
+@attrs.frozen(kw_only=True)
+class _Lingering:
+    """A `send` that reads on for a while between an answer's last byte and closing.
+
+    A connection closed over unread bytes is reset, and the answer lost to who is still sending.
+    """
+
+    send: Send
+    receive: Receive
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await self.send(message)
+            return
+        await self.send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await self.receive()).get("more_body", False):
+                    pass
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _too_large(size: str, limit: int) -> RequestError:

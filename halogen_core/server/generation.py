@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import TypeVar
 
 import attrs
 
@@ -17,7 +16,8 @@ from halogen_core.errors import EngineUnavailable, HalogenError, RequestError
 from halogen_core.server.prompts import Prompt
 from halogen_core.server.service import Service
 
-Item = TypeVar("Item")
+Event = tuple[int, TextDelta]
+"""The number of a choice and its news."""
 MAX_PENDING = 4096
 """Deltas a client may lag behind (about 256 KiB of stream) before it is cut off."""
 
@@ -41,6 +41,13 @@ class Tally:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
+    def count(self, event: Event) -> None:
+        """Account for what the client is about to get."""
+        index, delta = event
+        self.completion_tokens += len(delta.token_ids)
+        if index == 0:
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+
     def usage(self) -> dict[str, object]:
         """The OpenAI `usage` object."""
         return {
@@ -53,9 +60,6 @@ class Tally:
 
 class ClientGone(Exception):
     """The client closed its connection, or reads too slowly to keep."""
-
-
-Event = tuple[int, TextDelta]
 
 
 class Generation:
@@ -72,6 +76,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = AsyncExitStack()
         self._open = len(choices)
+        self._taken = 0
         self._began = time.monotonic()
 
     def start(self) -> None:
@@ -84,9 +89,8 @@ class Generation:
         while self._open:
             batch: list[Event] = []
             try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ping_s):
-                        self._take(await self._queue.get(), batch)
+                if (item := await self._next(ping_s)) is not None:
+                    self._take(item, batch)
                 while not self._queue.empty():
                     self._take(self._queue.get_nowait(), batch)
             except Exception:
@@ -110,7 +114,15 @@ class Generation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._resources.aclose()
 
+    async def _next(self, seconds: float | None) -> Event | BaseException | None:
+        """What comes next, None after `seconds` of silence."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._queue.get()
+        return None
+
     def _take(self, item: Event | BaseException, batch: list[Event]) -> None:
+        self._taken += 1
         if isinstance(item, BaseException):
             raise item
         self._open -= item[1].finish_reason is not None
@@ -132,10 +144,8 @@ class Generation:
                     watch.delta(delta)
                     if delta.finish_reason == "error":
                         raise failure(delta)
-                    self._count(choice.index, delta)
                     self._queue.put_nowait((choice.index, delta))
-                    if self._queue.qsize() > MAX_PENDING:
-                        raise ClientGone
+                    await self._refuse_to_pile_up()
         except asyncio.CancelledError:
             watch.cancelled()
             raise
@@ -145,10 +155,16 @@ class Generation:
         except Exception as exc:
             self._queue.put_nowait(exc)
 
-    def _count(self, index: int, delta: TextDelta) -> None:
-        self.tally.completion_tokens += len(delta.token_ids)
-        if index == 0:
-            self.tally.cached_tokens = max(self.tally.cached_tokens, delta.cached_tokens)
+    async def _refuse_to_pile_up(self) -> None:
+        """Raise `ClientGone` when too much waits for a client that does not read.
+
+        After a stall of the server much comes at once, and who reads has not had its turn yet.
+        """
+        if self._queue.qsize() > MAX_PENDING:
+            before = self._taken
+            await asyncio.sleep(0)
+            if self._taken == before:
+                raise ClientGone
 
 
 def failure(delta: TextDelta) -> HalogenError:

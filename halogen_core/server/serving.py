@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 512
+LAST_BYTES_S = 2
+"""How long connections may last when the time to drain is over."""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -131,7 +135,7 @@ def make_server(service: Service, app: Starlette) -> DrainingServer:
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=LAST_BYTES_S,
     )
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -149,10 +153,14 @@ async def _drain(service: Service, server: DrainingServer) -> None:
         server.should_exit = True
         return
     seconds = service.config.server.drain_timeout_s
+    until = time.monotonic() + seconds
     log.info("draining: %d sequences, at most %g s", service.admission.inside, seconds)
     if not await service.engine.drain(seconds):
         log.warning("drain timed out with %d sequences running", service.admission.inside)
     await keep_cache(service)
+    # the engine is done, yet clients may still be reading what it said
+    left = math.ceil(until - time.monotonic())
+    server.config.timeout_graceful_shutdown = max(LAST_BYTES_S, left)
     server.should_exit = True
 
 

@@ -95,7 +95,11 @@ class EventStream(Response):
         yield b"".join(map(event, self.chunks.end())) + DONE
 
     def _encode(self, batch: list[Event]) -> bytes:
-        return b"".join(event(chunk) for item in batch for chunk in self.chunks.chunks(item))
+        return b"".join(event(chunk) for item in batch for chunk in self._chunks(item))
+
+    def _chunks(self, item: Event) -> Iterable[dict[str, Any]]:
+        self.generation.tally.count(item)
+        return self.chunks.chunks(item)
 
 
 async def open_stream(
@@ -118,9 +122,12 @@ async def collect(request: Request, generation: Generation) -> list[Event]:
     generation.start()
     try:
         async with _watching(request, generation):
-            return [item async for batch in generation.events() for item in batch]
+            found = [item async for batch in generation.events() for item in batch]
     finally:
         await generation.close()
+    for item in found:
+        generation.tally.count(item)
+    return found
 
 
 @contextlib.asynccontextmanager

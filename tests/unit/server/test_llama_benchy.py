@@ -44,7 +44,7 @@ def test_llama_benchy_runs_and_counts_exactly(serve, book, tmp_path):
         ]
         environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=environment
+            command, capture_output=True, text=True, timeout=280, check=False, env=environment
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         measured = [r for r in server.engine.requests if r.ignore_eos]

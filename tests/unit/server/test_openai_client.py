@@ -115,6 +115,13 @@ def test_async_client_in_parallel(server):
     assert asyncio.run(main()) == [TEXT] * 16
 
 
+def test_the_newer_of_two_limits_wins(client):
+    answer = client.chat.completions.create(
+        model="scripted", messages=MESSAGES, max_tokens=9, max_completion_tokens=3
+    )
+    assert answer.usage.completion_tokens == 3
+
+
 def test_errors_are_the_clients_own_classes(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)

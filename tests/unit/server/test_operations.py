@@ -14,18 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from halogen_core.config import ServerSettings, resolve
 from halogen_core.errors import ConfigError
-from halogen_core.server.serving import bind, describe
+from halogen_core.server.serving import LAST_BYTES_S, bind, describe
+
+from .conftest import wait_for
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 KEY = "sk-correct-horse"
-
-
-def wait_for(condition, seconds=5.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.005)
 
 
 # -- metrics
@@ -124,7 +119,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(serve):
         with httpx.Client() as client:
 
             def ask(results):
-                results.append(client.post(server.url + CHAT, json=HI, timeout=20).status_code)
+                results.append(client.post(server.url + CHAT, json=HI, timeout=60).status_code)
 
             results = []
             threads = [threading.Thread(target=ask, args=(results,)) for _ in range(4)]
@@ -164,13 +159,13 @@ def test_a_crowd_of_requests_cannot_pile_up(serve):
 
         async def main():
             limits = httpx.Limits(max_connections=100)
-            async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+            async with httpx.AsyncClient(timeout=None, limits=limits) as client:
 
                 async def one():
                     return (await client.post(server.url + CHAT, json=HI)).status_code
 
-                tasks = [asyncio.create_task(one()) for _ in range(300)]
-                while sum(task.done() for task in tasks) < 292:
+                tasks = [asyncio.create_task(one()) for _ in range(150)]
+                while sum(task.done() for task in tasks) < 142:
                     await asyncio.sleep(0.01)
                 server.engine.gate.set()
                 return await asyncio.gather(*tasks)
@@ -184,19 +179,23 @@ def test_a_crowd_of_requests_cannot_pile_up(serve):
 
 
 def test_drain_ends_running_streams_and_refuses_new_requests(serve):
-    with serve("z" * 300, engine_options={"pause_s": 0.003}) as server:
+    with serve("z" * 300, engine_options={"pause_s": 0.05}) as server:
         finished = []
+        server.engine.gate.clear()
 
         def stream():
             with httpx.stream(
-                "POST", server.url + CHAT, json=HI | {"stream": True}, timeout=20
+                "POST", server.url + CHAT, json=HI | {"stream": True}, timeout=60
             ) as r:
                 finished.append(r.read().endswith(b"data: [DONE]\n\n"))
 
         threads = [threading.Thread(target=stream) for _ in range(8)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: server.engine.steps > 5 and len(server.engine.running) == 8)
+        wait_for(lambda: len(server.engine.running) == 8)
+        server.engine.gate.set()
+        wait_for(lambda: server.engine.steps > 5)
+        server.engine.gate.clear()  # all are in the middle of their answers, for as long as it takes
         server.uvicorn.handle_exit(15, None)
         wait_for(lambda: server.service.draining)
         refused = server.post(CHAT, HI)
@@ -204,10 +203,32 @@ def test_drain_ends_running_streams_and_refuses_new_requests(serve):
         assert "retry-after" in refused.headers
         assert server.get("/ready").status_code == 503
         assert server.get("/health").status_code == 200
+        server.engine.pause_s = 0.0
+        server.engine.gate.set()
         for thread in threads:
             thread.join()
         assert finished == [True] * 8
         wait_for(lambda: server.uvicorn.should_exit)
+
+
+def test_drain_waits_for_those_who_read_slowly(serve):
+    """The engine is done long before them; they have the time of the drain, and not less."""
+    with serve("w" * 3500, drain_timeout_s="60") as server:
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        body = json.dumps(HI | {"stream": True, "logprobs": True, "top_logprobs": 20})
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        lazy.sendall((head + body).encode())
+        wait_for(lambda: len(server.engine.requests) == 1)
+        server.uvicorn.handle_exit(15, None)
+        wait_for(lambda: server.uvicorn.should_exit)
+        time.sleep(LAST_BYTES_S + 0.5)
+        received = b""
+        while part := lazy.recv(1 << 20):
+            received += part
+        lazy.close()
+        assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_drain_has_an_end_and_a_second_signal_makes_it_now(serve):
@@ -221,7 +242,7 @@ def test_drain_has_an_end_and_a_second_signal_makes_it_now(serve):
                 for _ in range(signals):
                     server.uvicorn.handle_exit(15, None)
                 wait_for(lambda: server.uvicorn.should_exit)
-                assert time.monotonic() - began < 3
+                assert time.monotonic() - began < 20, "the answer takes 40 s"
 
 
 # -- the engine

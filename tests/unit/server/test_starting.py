@@ -40,7 +40,7 @@ def started(tokenizer, check, start, *, extensions=(), **settings):
         listener = bind(config.server)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = asyncio.create_task(serve(service, listener, start, extensions))
-        async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await check(client, service)
         server.cancel()
         await asyncio.gather(server, return_exceptions=True)
