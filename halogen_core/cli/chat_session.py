@@ -13,6 +13,7 @@ import msgspec
 
 from halogen_core.cli.assembly import Parts
 from halogen_core.engine.building import build_engine
+from halogen_core.engine.engine import Engine
 from halogen_core.engine.local import LocalEngine
 from halogen_core.engine.protocol import EngineInfo, GenerateRequest, SamplingParams, Timings
 from halogen_core.engine.text import generate_text
@@ -68,6 +69,17 @@ def _rate(tokens: int, seconds: float) -> float | None:
     return round(tokens / seconds, 3) if tokens > 0 and seconds > 0 else None
 
 
+def load_engine(
+    parts: Parts, *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Engine:
+    """An engine for one user.
+
+    Call it outside of an event loop: asyncio keeps Ctrl-C until the next `await`.
+    """
+    alone = msgspec.structs.replace(parts.options, max_batch=1)  # no pool for others
+    return build_engine(alone, progress=progress)
+
+
 @attrs.define(kw_only=True)
 class Session:
     """Answers prompts one after another, with history unless `raw`."""
@@ -80,19 +92,12 @@ class Session:
 
     @classmethod
     async def open(
-        cls,
-        parts: Parts,
-        ask: Ask,
-        system: str | None,
-        *,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        cls, engine: Engine, tokenizer: Tokenizer, ask: Ask, system: str | None
     ) -> Session:
-        """Build the engine; call it inside the event loop that all answers use."""
-        alone = msgspec.structs.replace(parts.options, max_batch=1)  # no pool for others
-        engine = build_engine(alone, progress=progress)
+        """Start `engine`; call it inside the event loop that all answers use."""
         history = [{"role": "system", "content": system}] if system else []
         client = LocalEngine(engine, engine.info)
-        return cls(engine=client, tokenizer=parts.tokenizer, ask=ask, history=history)
+        return cls(engine=client, tokenizer=tokenizer, ask=ask, history=history)
 
     async def answer(self, prompt: str, show: Callable[[str], None]) -> Answer:
         """Answer one prompt; what came before an interruption stays in the history."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from halogen_core.cli.interrupts import ended_by_ctrl_c
 from halogen_core.cli.main import INTERRUPTED
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
@@ -122,26 +123,37 @@ def _session(
     runner: asyncio.Runner, config: Config, ask: Ask, system: str | None
 ) -> Iterator[Session]:
     """A session, with a sign of life on the terminal while the model loads."""
-    from rich.console import Console
-
-    text = f"loading {config.model.model}"
-    with Console(stderr=True).status(text) as status:
+    with ended_by_ctrl_c(), _loading_shown(f"loading {config.model.model}") as progress:
         from halogen_core.cli.assembly import assemble
-        from halogen_core.cli.chat_session import Session
+        from halogen_core.cli.chat_session import Session, load_engine
         from halogen_core.loader.chat_template import has_chat_template
-
-        def progress(done: int, total: int) -> None:
-            status.update(f"{text}: {100 * done // max(1, total)} %")
 
         parts = assemble(config)
         parts.tokenizer.prepare()
-        session = runner.run(Session.open(parts, ask, system, progress=progress))
+        engine = load_engine(parts, progress=progress)
+    session = runner.run(Session.open(engine, parts.tokenizer, ask, system))
     if not ask.raw and not has_chat_template(parts.tokenizer):
         click.echo("note: the model brings no chat template; ChatML is assumed", err=True)
     try:
         yield session
     finally:
         runner.run(session.close())
+
+
+@contextmanager
+def _loading_shown(text: str) -> Iterator[Callable[[int, int], None]]:
+    """A line on a terminal while the model loads; the cursor stays, so it may break off."""
+
+    def show(words: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r{words:<{len(text) + 7}}", nl=False, err=True)
+
+    show(text)
+    try:
+        yield lambda done, total: show(f"{text}: {100 * done // max(1, total)} %")
+    finally:
+        show("")
+        show("\r")
 
 
 def _one_shot(runner: asyncio.Runner, session: Session, prompt: str, as_json: bool) -> None:

@@ -44,17 +44,19 @@ def _serve_with(config: Config, child: Child) -> None:
     import asyncio
 
     from halogen_core.cli.assembly import assemble
+    from halogen_core.cli.interrupts import ended_by_ctrl_c
     from halogen_core.cli.terminal import start_logging
     from halogen_core.server.auth import read_keys
 
     start_logging(config.server.log_level)
-    read_keys(config.server)
-    parts = assemble(config)
-    log.info("loading %s", parts.options.model_path)
-    child.tell(parts.options)  # it loads the model while we import the server
-    parts.tokenizer.prepare()
+    with ended_by_ctrl_c():  # the child ends with us
+        read_keys(config.server)
+        parts = assemble(config)
+        log.info("loading %s", parts.options.model_path)
+        child.tell(parts.options)  # it loads the model while we import the server
+        parts.tokenizer.prepare()
 
-    from halogen_core.server.serving import bind
+        from halogen_core.server.serving import bind
 
     with bind(config.server) as listener:
         asyncio.run(_serve(config, parts, listener, child))

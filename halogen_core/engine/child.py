@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from halogen_core.engine.options import EngineOptions
 
 
+KEPT_BACK = (signal.SIGINT, signal.SIGTERM)
+"""Signals that reach a child too early, while it imports; it ignores them later."""
 LAST_WORDS_S = 0.2
 """How long a child that closed its channel may take to end by itself, so that it tells why."""
 
@@ -32,9 +34,11 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "halogen_core.engine.worker", str(theirs.fileno())]
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, KEPT_BACK)
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return cls(process, ours)
 
     def tell(self, options: EngineOptions) -> None:

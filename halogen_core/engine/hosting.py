@@ -21,6 +21,7 @@ import msgspec
 
 from halogen_core.engine import wire
 from halogen_core.engine.building import build_engine
+from halogen_core.engine.child import KEPT_BACK
 from halogen_core.engine.engine import Engine
 from halogen_core.engine.garbage import SetAside
 from halogen_core.engine.loop import EngineLoop
@@ -51,6 +52,7 @@ class Worker:
             start = wire.receive(self._connection)
             if not isinstance(start, wire.Start):
                 return 1
+            threading.Thread(target=self._read, name="halogen-reader", daemon=True).start()
             options = msgspec.msgpack.decode(start.options, type=EngineOptions)
             logging.basicConfig(level=options.log_level.upper(), format=LOG_FORMAT)
             self._engine = build_engine(options, progress=self._progress)
@@ -65,7 +67,6 @@ class Worker:
             SetAside().after_step,
         )
         self._send(wire.Ready(self._engine.info))
-        threading.Thread(target=self._read, name="halogen-reader", daemon=True).start()
         self._loop.run()
         self._finish(writer)
         return 0
@@ -104,15 +105,15 @@ class Worker:
                 self._handle(message)
         except (OSError, msgspec.DecodeError, HalogenError) as exc:
             print(f"halogen engine: channel to the server failed: {exc}", file=sys.stderr)
-        if self._loop:
+        if self._loop:  # otherwise it is loading, for nobody
             self._loop.stop(timeout_s=0)
-        threading.Event().wait(GRACE_S)
+            threading.Event().wait(GRACE_S)
         os._exit(1)
 
     def _handle(self, message: wire.ToEngine) -> None:
         engine, loop = self._engine, self._loop
-        assert engine is not None
-        assert loop is not None
+        if engine is None or loop is None:
+            os._exit(1)  # told to stop while it loads: there is nothing yet to end in order
         match message:
             case wire.Submit(request):
                 self._compile_grammar(engine, request)
@@ -159,6 +160,7 @@ class Worker:
 def serve(fd: int) -> int:
     """Run an engine behind the socket `fd`; the exit code."""
     # ^C and a service manager's SIGTERM reach the whole group: the server decides, then says Stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in KEPT_BACK:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_BACK)
     return Worker(socket.socket(fileno=fd)).run()

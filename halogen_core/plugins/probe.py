@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,31 +47,53 @@ def probe(
 
 
 def _run(plugin: Plugin, backend: str, context: ProbeContext, timeout_s: float) -> ProbeResult:
-    with tempfile.TemporaryDirectory(prefix="halogen-probe-") as folder:
-        out = Path(folder) / "result.json"
-        question = json.dumps(
-            {
-                "module": plugin.module,
-                "backend": backend,
-                "device": context.device,
-                "options": dict(context.options),
-            }
-        )
-        command = [sys.executable, "-m", "halogen_core.plugins.probe_main", str(out), question]
+    question = json.dumps(
+        {
+            "module": plugin.module,
+            "backend": backend,
+            "device": context.device,
+            "options": dict(context.options),
+        }
+    )
+    ours, theirs = socket.socketpair()
+    with ours:
         try:
-            done = subprocess.run(
-                command, capture_output=True, timeout=timeout_s, text=True, check=False
-            )
+            said, code = _ended(_start(theirs, question), timeout_s)
         except subprocess.TimeoutExpired:
             return _failed("probe_timeout", f"probe did not answer within {timeout_s:.0f} s")
-        if not out.exists():
-            return _failed("probe_crash", _last_words(done))
-        return decode_result(out.read_bytes())
+        with ours.makefile("rb") as answer:
+            raw = answer.read()
+    return decode_result(raw) if raw else _failed("probe_crash", _last_words(said, code))
 
 
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
+def _start(channel: socket.socket, question: str) -> subprocess.Popen[str]:
+    """A probe that answers over `channel`, in a session of its own to be ended as a whole."""
+    module = "halogen_core.plugins.probe_main"
+    with channel:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(channel.fileno()), question],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[channel.fileno()],
+            start_new_session=True,
+        )
+
+
+def _ended(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, int]:
+    """What it wrote on standard error, and its exit code."""
+    with process:
+        try:
+            return process.communicate(timeout=timeout_s)[1], process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _last_words(said: str, code: int) -> str:
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    tail = said.strip().splitlines()[-1:] or ["no message"]
     return f"probe process ended with {how}: {tail[0]}"
 
 

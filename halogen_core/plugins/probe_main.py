@@ -1,11 +1,14 @@
-"""The child process of a probe: `python -m halogen_core.plugins.probe_main OUT QUESTION`."""
+"""The child process of a probe: `python -m halogen_core.plugins.probe_main FD QUESTION`."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
+import socket
 import sys
-from pathlib import Path
+import threading
 
 import pluggy
 
@@ -31,5 +34,13 @@ def answer(question: str) -> ProbeResult:
     return results[0]
 
 
+def _end_with(asker: socket.socket) -> None:
+    """End this process and all that it started when the one that asked is gone."""
+    asker.recv(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(encode_result(answer(sys.argv[2])))
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=[channel], daemon=True).start()
+    channel.sendall(encode_result(answer(sys.argv[2])))

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from halogen_core.cli.assembly import assemble
-from halogen_core.cli.chat_session import Ask, Session
+from halogen_core.cli.chat_session import Ask, Session, load_engine
 from halogen_core.cli.main import main
 from halogen_core.config import resolve
 from halogen_core.engine.protocol import SamplingParams
@@ -153,9 +153,10 @@ def test_a_session_remembers_even_an_interrupted_answer(tiny_path, tmp_path):
     flags = {"model": str(tiny_path), "backend": "cpu_reference", "cache_dir": str(tmp_path)}
     parts = assemble(resolve(flags | {"pool_size": "16MiB"}, environment={}))
     ask = Ask(sampling=SamplingParams(temperature=0.0), max_tokens=10)
+    engine = load_engine(parts)
 
     async def main():
-        session = await Session.open(parts, ask, "be brief")
+        session = await Session.open(engine, parts.tokenizer, ask, "be brief")
         first = await session.answer("one", lambda _text: None)
 
         def stop(_text):
