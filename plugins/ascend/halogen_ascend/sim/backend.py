@@ -96,7 +96,9 @@ class SimBackend:
     # -- identity
     def capabilities(self) -> Capabilities:
         part = self.options.part
-        native = {self.options.dtype.upper(): "native", "W8A8": "native", "W8A16": "native"}
+        wide = self.options.dtype == "f32"
+        native = {self.options.dtype.upper(): "native", "W8A8": "native"}
+        native["W8A16"] = "emulated" if wide else "native"
         return Capabilities(
             name="ascend",
             device=f"ascend:sim:{part.name} ({part.cube_cores} cube cores, simulated)",

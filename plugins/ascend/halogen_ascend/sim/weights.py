@@ -29,6 +29,8 @@ class Weight:
     k: int
     scheme: str = "plain"
     scale: DeviceBuffer | None = None
+    meets: str = "f16"
+    """Dtype of the activations that W8A16 codes are multiplied with."""
     _shadow: dict[tuple[int, int], torch.Tensor] = attrs.field(factory=dict)
 
     @property
@@ -75,7 +77,7 @@ class Weight:
     def activations(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the cube multiplies: rows in the compute dtype, or int8 and a scale per row."""
         if self.scheme != "W8A8":
-            dtype = self.buffer.dtype if self.buffer.dtype != "i8" else "f16"
+            dtype = self.buffer.dtype if self.buffer.dtype != "i8" else self.meets
             return rows.to(TORCH[dtype]).float(), None
         scales = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / INT8_MAX
         return (rows / scales).round().clamp(-INT8_MAX, INT8_MAX), scales
@@ -153,7 +155,7 @@ def _pack(
         each = tuple(_plain(device, matrix, compute) for matrix in values)
         return Experts(each), tuple(values.shape), f"nz-{compute}"
     if INT8_FORMATS.intersection(p.format for p in parts):
-        return _int8(device, parts)
+        return _int8(device, parts, compute)
     values = torch.cat([dequantize(p) for p in parts])
     if role is WeightRole.EMBEDDING:
         buffer = _store(device, values, compute)
@@ -167,12 +169,19 @@ def _plain(device: SimDevice, values: torch.Tensor, compute: str) -> Weight:
     return Weight(device, _store(device, tiles, compute, layout="nz"), n, k).decoded()
 
 
-def _int8(device: SimDevice, parts: list[QuantTensor]) -> tuple[Weight, tuple[int, ...], str]:
+def _int8(
+    device: SimDevice, parts: list[QuantTensor], compute: str
+) -> tuple[Weight, tuple[int, ...], str]:
     scheme, values, scales = stack_int8(parts)
     n, k = values.shape
+    if (scheme, compute) == ("W8A16", "f32"):
+        # the operator takes activations of 16 bits only
+        plain = values.float() * scales[:, None]
+        return _plain(device, plain, compute), (n, k), f"nz-{compute}"
     buffer = _store(device, to_nz(values.T), "i8", layout="nz")
     scale = _store(device, scales, "f32")
-    return Weight(device, buffer, n, k, scheme, scale).decoded(), (n, k), f"nz-{scheme}"
+    weight = Weight(device, buffer, n, k, scheme, scale, compute).decoded()
+    return weight, (n, k), f"nz-{scheme}"
 
 
 def _store(

@@ -42,11 +42,12 @@ def _check_size(tensor: QuantTensor) -> None:
 
 
 def int8_parts(tensor: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values int8 [N, K] and scales float32 [N] of a `W8A8` or `W8A16` tensor."""
-    if "scale" not in tensor.aux or tensor.aux["scale"].shape != tensor.shape[:1]:
+    """Values int8 [..., N, K] and scales float32 [..., N] of a `W8A8` or `W8A16` tensor."""
+    _check_size(tensor)
+    if "scale" not in tensor.aux or tensor.aux["scale"].shape != tensor.shape[:-1]:
         raise ConfigError(
             f"`{tensor.name}` is {tensor.format} without a scale for each of its "
-            f"{tensor.shape[0]} output channels",
+            f"{prod(tensor.shape[:-1])} output channels",
             code="HRT-7107",
             fix="convert the model again",
         )
@@ -78,10 +79,10 @@ def dequantize(tensor: QuantTensor) -> torch.Tensor:
     if tensor.format in FLOAT8:
         check_float8(tensor)
         return torch.from_numpy(float8_values(tensor).reshape(tensor.shape))
-    _check_size(tensor)
     if tensor.format in INT8_FORMATS:
         values, scales = int8_parts(tensor)
-        return values.float() * scales[:, None]
+        return values.float() * scales[..., None]
+    _check_size(tensor)
     plain = {"F32": np.float32, "F16": np.float16}
     if tensor.format in plain:
         floats = tensor.data.view(plain[tensor.format]).astype(np.float32)
