@@ -11,6 +11,7 @@ import attrs
 from halogen_conformance.case import Result, Status
 from halogen_conformance.catalogue import must_pass_digest
 from halogen_conformance.runner import Told, result_from
+from halogen_conformance.sources import changed, sources
 from halogen_conformance.target import PluginFacts, Target
 from halogen_core.errors import ConfigError
 
@@ -29,30 +30,46 @@ class Journal:
     def begin(self, target: Target, plugin: PluginFacts, told: Told) -> dict[str, Result]:
         """Results by id of the run that goes on, what its workers told put into `told`.
 
-        Raises `ConfigError` (HRT-6009) when the journal is of another target or suite.
+        Raises `ConfigError`: HRT-6009 when the journal is of another target or suite, HRT-6010 when
+        the code of any of them has changed since it was begun.
         """
         head = {
             "target": attrs.asdict(target),
             "version": plugin.version,
             "mustpass_sha256": must_pass_digest(),
         }
+        code = sources(plugin)
         lines = self._lines() if self._resume and self._path.exists() else []
-        if lines and lines[0] != head:
-            raise ConfigError(
-                f"`{self._path}` is of another run: {lines[0]}",
-                code="HRT-6009",
-                fix="leave out --resume, or take the options of the run that was cut",
-            )
+        if lines:
+            self._refuse_another(lines[0], head, code)
         for line in lines[1:]:
             told.extras = line.get("extras", told.extras)
             told.opened = line.get("opened", told.opened)
         found = [result_from(line["result"]) for line in lines if "result" in line]
         self._path.write_text("")
-        self._line(head)
+        self._line({**head, "sources": code})
         self._told(told)
         for result in found:
             self._line({"result": attrs.asdict(result)})
         return {result.id: result for result in found}
+
+    def _refuse_another(
+        self, begun: dict[str, Any], head: dict[str, Any], code: dict[str, str]
+    ) -> None:
+        """Raise where a journal that began so cannot go on with `head` and `code`."""
+        before = begun.pop("sources", {})
+        if begun != head:
+            raise ConfigError(
+                f"`{self._path}` is of another run: {begun}",
+                code="HRT-6009",
+                fix="leave out --resume, or take the options of the run that was cut",
+            )
+        if names := changed(before, code):
+            raise ConfigError(
+                f"`{self._path}` was begun with other code of {', '.join(names)}",
+                code="HRT-6010",
+                fix="leave out --resume: what was found then says nothing about the code of now",
+            )
 
     def add(self, result: Result, told: Told) -> None:
         """Note a result, unless its case did not run."""
