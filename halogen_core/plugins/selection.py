@@ -9,8 +9,9 @@ from typing import Any
 
 import attrs
 
-from halogen_core.errors import BackendUnavailable, HalogenError, PluginError
+from halogen_core.errors import BackendUnavailable, HalogenError
 from halogen_core.plugins.loading import Plugin, PluginRegistry, PluginStatus
+from halogen_core.plugins.missing import not_installed
 from halogen_core.plugins.probe import probe
 from halogen_core.spi import Backend, BackendOptions, BackendSpec, ProbeContext, ProbeResult
 
@@ -129,9 +130,5 @@ def _named(registry: PluginRegistry, name: str) -> tuple[Plugin, BackendSpec]:
                 reasons=[plugin.reason],
                 fix="`halogen plugins list` shows every plugin and its state",
             )
-    known = ", ".join(sorted(spec.name for _, spec in offers)) or "none"
-    raise PluginError(
-        f"backend `{name}` is not installed; installed: {known}",
-        code="HRT-1107",
-        fix="pip install the plugin that provides it",
-    )
+    names = sorted(spec.name for _, spec in offers)
+    raise not_installed(name, names, [alias for _, spec in offers for alias in spec.aliases])

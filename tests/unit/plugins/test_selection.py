@@ -1,11 +1,14 @@
 """Probing in isolation and choosing a backend."""
 
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from halogen_core.errors import BackendUnavailable, PluginError
 from halogen_core.plugins import PluginRegistry, create_backend, select
+from halogen_core.plugins.missing import packages
 from halogen_core.plugins.probe import probe
 from halogen_core.spi import BackendOptions, ProbeContext
 
@@ -99,6 +102,50 @@ def test_an_unknown_name_lists_the_known():
     with pytest.raises(PluginError, match="installed: .*cpu_reference") as error:
         select(PluginRegistry.discover(), "warp_drive")
     assert error.value.code == "HRT-1107"
+
+
+def without(*distributions):
+    """What is installed but for these: their plugins cannot be found."""
+    found = PluginRegistry.discover()
+    found.plugins = [p for p in found.plugins if p.distribution not in distributions]
+    return found
+
+
+@pytest.mark.parametrize("asked", ["rocm_strixhalo", "rocm"])
+def test_one_of_ours_that_is_not_installed_names_its_package(asked):
+    registry = without("halogen-rocm-strixhalo")
+    with pytest.raises(PluginError, match="not installed; installed: .*cpu_reference") as error:
+        select(registry, asked)
+    assert (error.value.code, error.value.fix) == ("HRT-1107", "pip install halogen-rocm-strixhalo")
+    with pytest.raises(PluginError, match="not installed"):
+        select(registry, None, device=f"{asked}:0")
+
+
+def test_a_misspelt_name_gets_the_nearest():
+    with pytest.raises(PluginError, match="there is no backend `cpu_referense`") as error:
+        select(PluginRegistry.discover(), "cpu_referense")
+    assert error.value.fix == "did you mean `cpu_reference`?"
+    with pytest.raises(PluginError) as error:
+        select(without("halogen-rocm-strixhalo"), "rocm-strixhalo")
+    assert error.value.fix == "did you mean `rocm_strixhalo`? (pip install halogen-rocm-strixhalo)"
+    with pytest.raises(PluginError) as error:
+        select(PluginRegistry.discover(), "warp_drive")
+    assert "name one of these" in error.value.fix
+
+
+def test_the_packages_that_errors_name_are_those_of_the_plugins():
+    """Each plugin of this repository that is installed under all its names."""
+    root = Path(__file__).parents[3] / "plugins"
+    own = {tomllib.loads(p.read_text())["project"]["name"] for p in root.glob("*/pyproject.toml")}
+    offered = {
+        name: plugin.distribution
+        for plugin in PluginRegistry.discover().plugins
+        if plugin.distribution in own
+        for spec in plugin.backends
+        for name in (spec.name, *spec.aliases)
+    }
+    assert {n: p for n, p in packages().items() if p in offered.values()} == offered
+    assert set(packages().values()) <= own
 
 
 def test_the_device_names_its_backend(install):
