@@ -18,8 +18,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from halogen_core.errors import ModelError
-from halogen_core.spi.operations import QuantTensor
+from halogen_core.spi.operations import QuantTensor, misfit
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _LARGEST = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
@@ -51,13 +50,7 @@ def check_float8(tensor: QuantTensor) -> None:
     if reason is None and (_peaks(tensor) > _LARGEST[tensor.format]).any():
         reason = "it holds codes that are no numbers (NaN or infinity)"
     if reason is not None:
-        sizes = {key: value.shape for key, value in tensor.aux.items()}
-        raise ModelError(
-            f"tensor `{tensor.name}` of format `{tensor.format}` and shape {tensor.shape} has "
-            f"{tensor.data.size} bytes and {sizes}: {reason}",
-            code="HRT-2411",
-            fix="the file is damaged or was converted wrongly; fetch or convert it again",
-        )
+        raise misfit(tensor, reason)
 
 
 def float8_values(tensor: QuantTensor, start: int = 0, stop: int | None = None) -> Scales:

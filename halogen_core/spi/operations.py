@@ -14,6 +14,7 @@ from typing import Any, Generic
 import attrs
 from numpy.typing import NDArray
 
+from halogen_core.errors import ModelError
 from halogen_core.spi.arrays import Array, Bytes
 
 
@@ -42,6 +43,17 @@ class QuantTensor:
     data: Bytes
     name: str = ""
     aux: Mapping[str, NDArray[Any]] = attrs.field(factory=dict)
+
+
+def misfit(tensor: QuantTensor, reason: str) -> ModelError:
+    """The refusal (HRT-2411) of a tensor whose bytes are not what format and shape say."""
+    sizes = {key: value.shape for key, value in tensor.aux.items()}
+    return ModelError(
+        f"tensor `{tensor.name}` of format `{tensor.format}` and shape {tensor.shape} has "
+        f"{tensor.data.size} bytes{f' and {sizes}' if sizes else ''}: {reason}",
+        code="HRT-2411",
+        fix="the file is damaged or was converted wrongly; fetch or convert it again",
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.errors import ModelError
 from halogen_core.spi.float8 import FLOAT8, check_float8, float8_values
-from halogen_core.spi.operations import QuantTensor
+from halogen_core.spi.operations import QuantTensor, misfit
 
 _MXFP4_BLOCK, _MXFP4_BYTES = 32, 17
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -39,13 +38,7 @@ def check(part: QuantTensor) -> None:
     elif part.format != "MXFP4":
         fits = fits and part.aux.get("scale", np.zeros(0)).shape == part.shape[:-1]
     if not fits:
-        sizes = {key: value.shape for key, value in part.aux.items()}
-        raise ModelError(
-            f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
-            f"{part.data.size} bytes and {sizes}, which do not fit each other",
-            code="HRT-2411",
-            fix="the file is damaged or was converted wrongly; fetch or convert it again",
-        )
+        raise misfit(part, "codes, scales and shape do not fit each other")
 
 
 def values(part: QuantTensor, start: int, stop: int) -> Tensor:

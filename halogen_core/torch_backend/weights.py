@@ -14,7 +14,7 @@ from torch import Tensor
 from halogen_core.errors import ModelError
 from halogen_core.spi.arrays import Bytes
 from halogen_core.spi.formats import FORMATS
-from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole
+from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole, misfit
 from halogen_core.torch_backend import scaled
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 
@@ -59,13 +59,8 @@ def check_tensor(part: QuantTensor) -> None:
             fix="convert the model to one of these formats",
         )
     if part.shape[-1] % form.block or part.data.size != form.nbytes(prod(part.shape)):
-        raise ModelError(
-            f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
-            f"{part.data.size} bytes; expected {form.nbytes(prod(part.shape))}, rows of a "
-            f"multiple of {form.block}",
-            code="HRT-2411",
-            fix="the file is damaged or was converted wrongly; fetch or convert it again",
-        )
+        expected = form.nbytes(prod(part.shape))
+        raise misfit(part, f"expected {expected}, rows of a multiple of {form.block}")
 
 
 def stored_rows(part: QuantTensor, device: torch.device) -> StoredRows:

@@ -158,6 +158,22 @@ def test_kv_round_trip_is_exact_and_layout_free(backend):
     assert np.array_equal(backend.kv_export(kv, [0]).data, data[:1])
 
 
+@pytest.mark.parametrize("block", [-1, 5])
+def test_blocks_outside_the_pool_are_refused(backend, block):
+    """Block 5 of 5 is the trash block; -1 would count from the end."""
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype="f16", block_size=BLOCK)
+    kv = backend.kv_alloc(backend.kv_layout(spec), 5)
+    data = backend.kv_export(kv, [0])
+    for act in (
+        lambda: backend.kv_export(kv, [block]),
+        lambda: backend.kv_import(kv, [block], data),
+        lambda: backend.kv_copy(kv, [(0, block)]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            act()
+        assert error.value.code == "HRT-3104"
+
+
 BAD = [
     ("ascend:sim:911X", {}, r"`911X` is unknown; known: 910B1, 910B2"),
     ("ascend:cpu", {}, "ascend:sim:PROFILE"),

@@ -95,3 +95,16 @@ def test_opening_without_the_runtime_names_what_lacks():
     assert caught.value.code == "HRT-7110"
     assert "torch_npu is not installed" in str(caught.value)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("block", [-1, 6])
+def test_blocks_outside_the_pool_are_refused(cache, block):
+    data = npu_kv.export_blocks(cache, [0])
+    for act in (
+        lambda: npu_kv.export_blocks(cache, [block]),
+        lambda: npu_kv.import_blocks(cache, [block], data),
+        lambda: npu_kv.copy_blocks(cache, [(block, 0)]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            act()
+        assert error.value.code == "HRT-3104"

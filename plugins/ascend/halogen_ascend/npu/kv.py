@@ -17,6 +17,7 @@ from halogen_core.spi import (
     KVLayout,
     KVSpec,
     StepMeta,
+    check_block_ids,
     check_kv_blocks,
     kv_block_shape,
 )
@@ -92,6 +93,7 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache
 
 def copy_blocks(kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
     """In order: a later pair may read what an earlier one wrote."""
+    check_block_ids([block for pair in pairs for block in pair], kv.num_blocks)
     cache = npu_kv(kv)
     for source, target in pairs:
         for tensor in (*cache.keys, *cache.values):
@@ -100,6 +102,7 @@ def copy_blocks(kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
 
 def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
     """Canonical host form."""
+    check_block_ids(blocks, kv.num_blocks)
     cache, index = npu_kv(kv), torch.tensor(list(blocks), dtype=torch.long)
     layers = [
         torch.stack((k[index.to(k.device)], v[index.to(v.device)]), 1)
@@ -113,6 +116,7 @@ def export_blocks(kv: KVCache, blocks: Sequence[int]) -> KVBlocks:
 def import_blocks(kv: KVCache, blocks: Sequence[int], data: KVBlocks) -> None:
     """The inverse of `export_blocks`; raises `ConfigError` if the spec differs."""
     cache = npu_kv(kv)
+    check_block_ids(blocks, kv.num_blocks)
     check_kv_blocks(cache.spec, blocks, data)
     spec, index = cache.spec, list(blocks)
     rows = torch.from_numpy(np.ascontiguousarray(data.data)).view(DTYPES[spec.dtype])

@@ -54,6 +54,7 @@ from halogen_core.spi import (
     SupportLevel,
     Telemetry,
     WeightRole,
+    check_block_ids,
 )
 
 MAX_CONTEXT = 1 << 20
@@ -190,7 +191,7 @@ class SimBackend:
 
     def kv_copy(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         pool = pool_of(kv)
-        pool.check_ids("kv_copy", [block for pair in pairs for block in pair])
+        check_block_ids([block for pair in pairs for block in pair], pool.num_blocks)
         for source, target in pairs:
             pool.copy(source, target)
 

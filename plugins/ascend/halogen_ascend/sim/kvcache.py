@@ -25,6 +25,7 @@ from halogen_core.spi import (
     KVLayout,
     KVSpec,
     StepBatch,
+    check_block_ids,
     check_kv_blocks,
     kv_block_shape,
 )
@@ -151,7 +152,7 @@ class KVPool:
 
     def export(self, blocks: Sequence[int]) -> KVBlocks:
         """Canonical host form, bit-exact; unwritten slots are zeros."""
-        self.check_ids("kv_export", blocks)
+        check_block_ids(blocks, self.num_blocks)
         spec = self.spec
         out = torch.empty(
             (len(blocks), spec.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim),
@@ -169,7 +170,7 @@ class KVPool:
 
     def load(self, blocks: Sequence[int], data: KVBlocks) -> None:
         """The inverse of `export`."""
-        self.check_ids("kv_import", blocks)
+        check_block_ids(blocks, self.num_blocks)
         spec = self.spec
         check_kv_blocks(spec, blocks, data)
         shape = (len(blocks), spec.num_layers, 2, spec.block_size, spec.num_kv_heads, -1)
@@ -185,15 +186,6 @@ class KVPool:
 
     def _written(self, buffer: DeviceBuffer) -> np.ndarray:
         return _marks(buffer).reshape(self.num_blocks + 1, self.spec.block_size)
-
-    def check_ids(self, op: str, blocks: Sequence[int]) -> None:
-        wrong = [b for b in blocks if not 0 <= b < self.num_blocks]
-        if wrong:
-            raise ConfigError(
-                f"`{op}` names block {wrong[0]}; the pool has 0 to {self.num_blocks - 1}",
-                code="HRT-3506",
-                fix="give blocks of this pool",
-            )
 
     def _fractal(self, rows: torch.Tensor) -> torch.Tensor:
         short = -self.spec.head_dim % 16
