@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]
 
 PING_S = 1.0
 PONG_TIMEOUT_S = 4.0
+STATS_PATIENCE_S = 0.5
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0
 """A life that lasted so long starts the delays anew."""
@@ -51,6 +52,7 @@ class ProcessEngine:
         self._progress = progress
         self._inbox = Inbox()
         self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -111,15 +113,22 @@ class ProcessEngine:
         )
 
     async def stats(self) -> EngineStats:
-        answer: wire.Stats = await self._ask(wire.GetStats)
-        return answer.stats
+        """As they were between two steps; of an earlier pair while a long step goes on."""
+        try:
+            answer: wire.Stats = await self._ask(wire.GetStats, STATS_PATIENCE_S)
+            self._stats = answer.stats
+        except EngineUnavailable:
+            await self._pulse()
+            if self._stats is None:
+                raise
+        return self._stats
 
     async def check(self) -> None:
         self._refuse_if_down()
         await self._pulse()
 
     async def _pulse(self) -> None:
-        pong: wire.Pong = await self._ask(wire.Ping)
+        pong: wire.Pong = await self._ask(wire.Ping, PONG_TIMEOUT_S)
         if pong.step_seconds > self._hang_timeout_s:
             raise EngineUnavailable(f"a step has lasted {pong.step_seconds:.0f} s", code="HRT-5032")
 
@@ -212,6 +221,8 @@ class ProcessEngine:
     async def _watch(self) -> None:
         """Kill the child when it hangs; its end is then handled like any other."""
         await self._ready.wait()
+        with contextlib.suppress(EngineUnavailable):
+            await self.stats()  # so that there are some when the first step is long
         while True:
             await asyncio.sleep(PING_S)
             try:
@@ -247,7 +258,7 @@ class ProcessEngine:
                 self._progress(done, total)
             case wire.Ready(info):
                 self._info = info
-                self._failure = None
+                self._failure = self._stats = None
                 self._ready.set()
             case wire.Failed(code, text, fix):
                 self._failure = HalogenError(text, code=code, fix=fix or None)
@@ -258,9 +269,9 @@ class ProcessEngine:
                 if future and not future.done():
                     future.set_result(message)
 
-    async def _ask(self, question: type[wire.GetStats] | type[wire.Ping]) -> Any:
+    async def _ask(self, question: type[wire.GetStats] | type[wire.Ping], timeout_s: float) -> Any:
         token = next(self._tokens)
-        return await self._answer_to(question(token), token, PONG_TIMEOUT_S)
+        return await self._answer_to(question(token), token, timeout_s)
 
     async def _move_cache(
         self, question: type[wire.SaveCache] | type[wire.LoadCache], path: str

@@ -22,7 +22,17 @@ def checkpoint():
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory, checkpoint):
     """The same model as a GGUF file without a tokenizer."""
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", checkpoint)
+
+
+@pytest.fixture(scope="session")
+def endless_gguf(tmp_path_factory):
+    """One that writes longer than any test looks away."""
+    checkpoint = tiny_checkpoint("llama-interleaved", context=16384)
+    return write_gguf(tmp_path_factory.mktemp("models") / "endless.gguf", checkpoint)
+
+
+def write_gguf(path, checkpoint):
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in checkpoint.hparams.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32

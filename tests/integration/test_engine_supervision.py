@@ -17,10 +17,10 @@ from .conftest import engine_options, request
 from .test_engine_process import running, tokens_of, until
 
 
-def test_a_request_that_begins_as_the_engine_dies_is_refused_and_not_lost(tiny_gguf):
+def test_a_request_that_begins_as_the_engine_dies_is_refused_and_not_lost(endless_gguf):
     async def main():
-        async with running(tiny_gguf, max_context=256) as engine:
-            victim = engine.generate(request("victim", [1], max_tokens=250))
+        async with running(endless_gguf) as engine:
+            victim = engine.generate(request("victim", [1], max_tokens=16000))
             await anext(victim)
             # a route has checked and made the stream, but not yet asked it for its first output
             stream = engine.generate(request("late", [1, 2]))
@@ -29,7 +29,7 @@ def test_a_request_that_begins_as_the_engine_dies_is_refused_and_not_lost(tiny_g
             assert last.finish_reason == "error"
             assert "SIGKILL" in last.error, "what ended the engine is told"
             await until(lambda: not engine._ready.is_set())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 with pytest.raises(EngineUnavailable):
                     await anext(stream)
             await until(engine._ready.is_set)
@@ -40,14 +40,14 @@ def test_a_request_that_begins_as_the_engine_dies_is_refused_and_not_lost(tiny_g
 
 @pytest.mark.slow
 def test_a_stalled_server_does_not_blame_its_engine(tiny_gguf, monkeypatch):
-    monkeypatch.setattr(process, "PONG_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(process, "PONG_TIMEOUT_S", 1.0)
 
     async def main():
         async with running(tiny_gguf) as engine:
-            for _ in range(3):
+            for _ in range(2):
                 asked = asyncio.create_task(engine.check())
                 await asyncio.sleep(0)
-                time.sleep(1.0)  # the whole event loop stands still; the answer waits in the socket
+                time.sleep(4.0)  # the whole event loop stands still; the answer waits in the socket
                 await asked
             assert engine.restarts == 0
 
@@ -84,7 +84,7 @@ def test_closing_between_two_lives_waits_for_nobody_and_starts_none(tiny_gguf, m
         await until(lambda: engine.restarts == 1)
         began = time.monotonic()
         await engine.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15, "the next life begins after 30 s"
         assert engine.pid is None
         assert engine._supervisor.done()
 
@@ -118,7 +118,7 @@ def test_a_start_that_is_given_up_ends_its_child_at_once(tiny_gguf):
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 8, "10 s is what a child gets that is not killed"
         assert child.process.returncode is not None
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -80,9 +80,9 @@ class Served:
         self._found = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self._found.get(timeout=120)
+        self.url = self._found.get(timeout=280)
         assert self.url, "".join(self.lines)
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=280)
 
     def _read(self):
         for line in self.process.stderr:
@@ -102,7 +102,7 @@ class Served:
     def chat(self, **fields):
         return self.client.post(CHAT, json={"messages": HI, "max_tokens": 8} | fields)
 
-    def wait(self, condition, seconds=30.0):
+    def wait(self, condition, seconds=120.0):
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, "".join(self.lines[-20:])
@@ -112,7 +112,7 @@ class Served:
     def is_ready(self):
         return self.client.get("/ready").status_code == 200
 
-    def stop(self, sig=signal.SIGTERM, seconds=30):
+    def stop(self, sig=signal.SIGTERM, seconds=120):
         self.process.send_signal(sig)
         code = self.process.wait(seconds)
         self._reader.join(5)

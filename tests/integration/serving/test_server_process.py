@@ -5,6 +5,7 @@ import json
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ def served(serve_process):
 @pytest.fixture
 def mortal(serve_process):
     """A server that a test may hurt."""
-    server = serve_process("--drain-timeout-s", "20")
+    server = serve_process("--drain-timeout-s", "200")
     yield server
     if server.process.poll() is None:
         server.process.kill()
@@ -169,7 +170,7 @@ def test_hot_sampling_drops_nothing(served):
     """llama.cpp#11738: temperature 1.5 with top_k 100, many at once; every reply is whole."""
 
     async def main():
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
             body = {"messages": HI, "temperature": 1.5, "top_k": 100, "max_tokens": 6}
             return await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(120)))
 
@@ -208,32 +209,36 @@ def test_32_clients_with_random_cancels_leave_nothing_behind(served):
             "ignore_eos": True,
         }
         try:
-            async with asyncio.timeout(rng.choice([0.02, 0.1, 0.3, 0.6, 60, 60, 60])):
+            async with asyncio.timeout(rng.choice([0.02, 0.1, 0.3, 0.6, 200, 200, 200])):
                 async with client.stream("POST", CHAT, json=body) as response:
                     await response.aread()
                     return response.status_code
         except TimeoutError:
             return 0
 
+    async def ask_health(client):
+        began = time.perf_counter()
+        assert (await client.get("/health")).status_code == 200
+        return time.perf_counter() - began
+
     async def health(client, seconds):
         while True:
-            began = time.perf_counter()
-            assert (await client.get("/health")).status_code == 200
-            seconds.append(time.perf_counter() - began)
+            seconds.append(await ask_health(client))
             await asyncio.sleep(0.02)
 
     async def main():
         limits = httpx.Limits(max_connections=34)
         seconds = []
-        async with httpx.AsyncClient(base_url=served.url, timeout=90, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=served.url, timeout=None, limits=limits) as client:
+            alone = [await ask_health(client) for _ in range(20)]
             probe = asyncio.create_task(health(client, seconds))
             done = await asyncio.gather(*(one(client, i) for i in range(96)))
             probe.cancel()
-        return done, sorted(seconds)
+        return done, statistics.median(alone), statistics.median(seconds)
 
-    done, seconds = asyncio.run(main())
+    done, alone, busy = asyncio.run(main())
     assert set(done) == {0, 200}
-    assert seconds[len(seconds) // 2] < 0.25
+    assert busy < 0.25 + 20 * alone, "`alone` tells how busy the machine is with other things"
     served.wait(lambda: blocks_are_free(served))
     assert served.status()["admission"]["inside"] == 0
 
@@ -241,7 +246,7 @@ def test_32_clients_with_random_cancels_leave_nothing_behind(served):
         now = [(p.num_fds(), p.num_threads()) for p in (server, worker)]
         return all(a[0] <= b[0] and a[1] <= b[1] + 8 for a, b in zip(now, before, strict=True))
 
-    served.wait(settled, 40)
+    served.wait(settled)
 
 
 def test_company_changes_no_answer(served):
@@ -262,7 +267,7 @@ def test_company_changes_no_answer(served):
     alone = [text(served.client.post(CHAT, json=body)) for body in bodies]
 
     async def together():
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
             return await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
 
     assert [text(answer) for answer in asyncio.run(together())] == alone
@@ -282,13 +287,13 @@ def test_a_dead_or_hanging_engine_is_replaced(mortal, how):
         hurt = time.monotonic()
         first.send_signal(how)
         rest = [line for line in lines if line]
-        assert time.monotonic() - hurt < 10
+        assert time.monotonic() - hurt < 30
     assert rest[-1] == "data: [DONE]"
     error = json.loads(rest[-2].removeprefix("data: "))["error"]
     assert error["code"] == "engine_unavailable"
     assert mortal.client.get("/health").status_code == 200
     assert mortal.chat().status_code in (200, 503)
-    mortal.wait(mortal.is_ready, 60)
+    mortal.wait(mortal.is_ready)
     assert mortal.worker.pid != first.pid
     assert mortal.chat().status_code == 200
     assert not psutil.pid_exists(first.pid) or first.status() == psutil.STATUS_ZOMBIE
@@ -296,26 +301,27 @@ def test_a_dead_or_hanging_engine_is_replaced(mortal, how):
 
 def test_sigterm_drains_and_nothing_is_left(mortal):
     worker = mortal.worker
-    answers = []
+    began, answers = [], []
 
     def stream():
-        body = {"messages": HI, "stream": True, "max_tokens": 900, "ignore_eos": True}
-        with httpx.stream("POST", mortal.url + CHAT, json=body, timeout=60) as response:
+        body = {"messages": HI, "stream": True, "max_tokens": 500, "ignore_eos": True}
+        with httpx.stream("POST", mortal.url + CHAT, json=body, timeout=280) as response:
+            began.append(response.status_code)
             answers.append(response.read())
 
     threads = [threading.Thread(target=stream) for _ in range(6)]
     for thread in threads:
         thread.start()
-    mortal.wait(lambda: mortal.status()["stats"]["running"] == 6)
+    mortal.wait(lambda: began == [200] * 6)
     mortal.process.send_signal(signal.SIGTERM)
-    mortal.wait(lambda: not mortal.is_ready(), 5)
+    mortal.wait(lambda: not mortal.is_ready())
     assert mortal.chat().status_code == 503
     for thread in threads:
         thread.join()
-    assert all(answer.endswith(b"data: [DONE]\n\n") for answer in answers)
+    assert [answer.endswith(b"data: [DONE]\n\n") for answer in answers] == [True] * 6
     assert all(b'"error"' not in answer for answer in answers)
-    assert mortal.process.wait(20) == 0
-    psutil.wait_procs([worker], timeout=15)
+    assert mortal.process.wait(120) == 0
+    psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running()
 
 
@@ -324,7 +330,7 @@ def test_a_killed_server_leaves_no_engine_and_no_port(mortal, serve_process):
     worker, port = mortal.worker, mortal.url.rpartition(":")[2]
     mortal.process.kill()
     mortal.process.wait()
-    _, alive = psutil.wait_procs([worker], timeout=15)
+    _, alive = psutil.wait_procs([worker], timeout=60)
     assert not alive
     again = serve_process("--port", port)
     assert again.url.endswith(port)
@@ -358,7 +364,7 @@ def test_what_cannot_start_ends_with_code_and_fix(served, tiny_path, tmp_path):
 def test_an_engine_that_cannot_start_ends_the_server(tiny_path, flags, code):
     command = [sys.executable, "-m", "halogen_core.cli", "serve", "--model", str(tiny_path)]
     done = subprocess.run(
-        [*command, "--port", "0", *flags], capture_output=True, text=True, timeout=90, check=False
+        [*command, "--port", "0", *flags], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 2, done.stderr
     assert f"[{code}" in done.stderr
