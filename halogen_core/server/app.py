@@ -60,6 +60,7 @@ def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> Starle
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
         )
     return app
 
@@ -133,7 +134,10 @@ async def _raise_ours(request: Request, exc: Exception) -> Response:
     """Starlette's own errors (no such route, wrong method) as ours; `Gate` answers them."""
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        raise RequestError(f"`{request.method}` is not allowed here", code="HRT-4050")
+        allowed = (exc.headers or {}).get("Allow", "") if isinstance(exc, HTTPException) else ""
+        raise RequestError(
+            f"`{request.method}` is not allowed here, but {allowed}", code="HRT-4050"
+        )
     if status == HTTPStatus.NOT_FOUND:
         raise RequestError(
             f"no such route: {request.method} {request.url.path[:200]}",

@@ -109,6 +109,18 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_schema: str | Schema | None = None
 
+    # known of vLLM and llama.cpp, and refused unless they ask for nothing (`validation.NOTHING`)
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    dry_multiplier: Any = None
+    include_stop_str_in_output: Any = None
+    mirostat: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = None
+    use_beam_search: Any = None
+    xtc_probability: Any = None
+
 
 class ContentPart(msgspec.Struct, kw_only=True):
     """A piece of a message; only text is read."""
@@ -171,11 +183,13 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
 
-    # known, and refused unless they ask for nothing
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
+    # as above
     audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
     web_search_options: Any = None
 
 

@@ -34,10 +34,13 @@ def refuse_huge_text(service: Service, text: str, param: str) -> None:
 
 
 def context_exceeded(tokens: object, limit: int, param: str) -> RequestError:
-    """The error for a prompt that does not fit; it is never cut."""
+    """The error for a prompt that does not fit; it is never cut.
+
+    It begins with OpenAI's words, by which LiteLLM and others know it.
+    """
     return RequestError(
-        f"the prompt has {tokens} tokens, the context of this model holds {limit}"
-        " including at least one token of answer",
+        f"this model's maximum context length is {limit} tokens including at least one of the"
+        f" answer; the prompt has {tokens}",
         param=param,
         code="HRT-4004",
         fix="shorten the prompt",

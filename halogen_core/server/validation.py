@@ -22,14 +22,27 @@ from halogen_core.server.openai_models import (
 Body = TypeVar("Body")
 
 NOTHING: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "dry_multiplier": (0,),
     "function_call": ("none", "auto"),
-    "modalities": (["text"],),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "prompt_logprobs": (),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
 }
-"""Values of refused fields that ask for nothing."""
+"""Fields that ask for what this version does not do, and their values that ask for nothing."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REFUSED = (*("functions", "function_call", "modalities", "audio", "web_search_options", "suffix"),)
 _AT = re.compile(r" - at (?:`\w+` in )?`\$\.?(.*?)`$")
 _FIELD = re.compile(r"field `(\w+)`")
 
@@ -51,9 +64,9 @@ def decode(kind: type[Body], raw: bytes) -> Body:
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raise for a field that asks for what this version does not do."""
-    for name in REFUSED:
+    for name, nothing in NOTHING.items():
         value = getattr(body, name, None)
-        if value is not None and value not in NOTHING.get(name, ()):
+        if value is not None and value not in nothing:
             raise RequestError(
                 f"`{name}` is not supported by this version",
                 param=name,

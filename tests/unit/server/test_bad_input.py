@@ -111,6 +111,10 @@ def refused(response, status=400, param=None, code=None):
         ("guided_choice", []),
         ("grammar", 'root ::= "a" | nope'),
         ("audio", {"voice": "x"}),
+        ("continue_final_message", True),
+        ("bad_words", ["x"]),
+        ("prompt_logprobs", 0),
+        ("typical_p", 0.9),
     ],
 )
 def test_chat_fields(hello, param, value):
@@ -206,6 +210,7 @@ def test_a_body_without_messages_says_so(hello):
         {"messages": [{"role": "developer", "content": "be brief"}, *HI]},
         {"messages": [*HI, {"role": "tool", "content": "42", "tool_call_id": None}]},
         {"messages": [{"role": "user", "content": "\x00 half \\ud800 <|im_end|>"}]},
+        {"continue_final_message": False, "bad_words": [], "typical_p": 1.0, "mirostat": 0},
         {"priority": "high"},
         {"priority": 5},
         {"max_completion_tokens": 3},
@@ -225,7 +230,7 @@ def test_a_prompt_over_the_context_names_both_numbers(hello, path):
         )
         began = time.process_time()
         error = refused(hello.post(path, body), code="context_length_exceeded")
-        assert "4096" in error["message"]
+        assert "this model's maximum context length is 4096 tokens" in error["message"]
         if size < 10**6 and path == COMPLETIONS:
             assert str(size) in error["message"]
         assert time.process_time() - began < 2
@@ -320,7 +325,8 @@ def test_an_idle_kept_connection_is_closed_and_a_busy_one_is_not(serve):
 def test_routes_and_methods(hello):
     refused(hello.get("/v1/nothing"), 404, code="not_found")
     refused(hello.get("/%2e%2e/etc/passwd"), 404)
-    refused(hello.get(CHAT), 405, code="method_not_allowed")
+    error = refused(hello.get(CHAT), 405, code="method_not_allowed")
+    assert "`GET` is not allowed here, but POST" in error["message"]
     refused(hello.get("/v1/models/..%2F..%2Fetc"), 404, code="model_not_found")
     refused(hello.post(CHAT, chat(model="../../etc\n\x1b[31m")), 404, param="model")
 
