@@ -10,8 +10,9 @@ import attrs
 import numpy as np
 
 from halogen_conformance.case import Case, Failure, Filtered, Measurement
-from halogen_conformance.oracle.formats import DENSE, stored
+from halogen_conformance.oracle.formats import FLOATS, stored
 from halogen_conformance.oracle.numbers import Arithmetic, Values, round_to
+from halogen_conformance.oracle.scaled import FLOAT8, TOKEN_ROUNDED
 from halogen_conformance.target import Target
 from halogen_conformance.tolerance import Tolerances, distance, judge, spread
 from halogen_core.spi import (
@@ -56,13 +57,16 @@ class Bench:
         """How the same-dtype reference computes."""
         return Arithmetic(self.dtype)
 
-    def rounds(self, quantised: bool) -> bool:
-        """Whether the backend may round activations to 8 bits here: it says so beforehand."""
-        return quantised and self.capabilities.quantized_activations
-
     def arithmetic_for(self, form: str) -> Arithmetic:
         """How the same-dtype reference computes products with weights of a format."""
-        return Arithmetic(self.dtype, eight_bit=self.rounds(form not in DENSE))
+        claims, rounding, weights = self.capabilities, "", ""
+        if form == TOKEN_ROUNDED:
+            rounding = "token"
+        elif form not in FLOATS and claims.quantized_activations:
+            rounding = "block"
+        if form in FLOAT8 and self.dtype == "f32" and claims.weight_formats.get(form) == "emulated":
+            weights = "f16"
+        return Arithmetic(self.dtype, rounding=rounding, weights=weights)
 
     # -- making inputs
 
@@ -117,6 +121,11 @@ class Bench:
         if not claimed:
             raise Filtered(capability)
 
+    def require_format(self, form: str) -> None:
+        """The same for a weight format; a backend that names none reads whatever it packs."""
+        claimed = self.capabilities.weight_formats
+        self.require(not claimed or form in claimed, f"weight_formats:{form}")
+
     # -- judging
 
     def measure(
@@ -127,14 +136,15 @@ class Bench:
         *,
         what: str = "result",
         length: int = 1,
-        quantised: bool = False,
+        rounded: bool = False,
         dtype: str | None = None,
         keeps: Sequence[Any] = (),
         slack: float = 0.0,
     ) -> Values:
         """Run `call` twice over poisoned memory; compare with the oracle and with itself.
 
-        `keeps` are inputs that the call must leave as they are.
+        `keeps` are inputs that the call must leave as they are; `rounded` says that the reference
+        rounds activations, so that all errors are judged and not the largest alone.
         """
         before = [self.download(array) for array in keeps]
         self.poison(exact.shape)
@@ -153,7 +163,7 @@ class Bench:
                 reference,
                 what=what,
                 length=length,
-                quantised=quantised,
+                rounded=rounded,
                 dtype=dtype,
                 slack=slack,
             )
@@ -167,7 +177,7 @@ class Bench:
         *,
         what: str = "result",
         length: int = 1,
-        quantised: bool = False,
+        rounded: bool = False,
         dtype: str | None = None,
         op: str | None = None,
         slack: float = 0.0,
@@ -177,7 +187,7 @@ class Bench:
         own = distance(reference, exact, f"reference of {what}")
         allowed = self.tolerances.allowed(op, dtype, length, own) + slack
         self._judge(what, distance(got, exact, what), own, allowed)
-        if self.rounds(quantised):
+        if rounded:
             own = spread(reference, exact, f"reference of {what}")
             allowed = self.tolerances.allowed_spread(op, dtype, length, own, got.size) + slack
             self._judge(f"{what}, all errors", spread(got, exact, what), own, allowed)
@@ -197,7 +207,7 @@ def same_bits(got: Values, expected: Values, what: str) -> None:
         raise Failure(f"{what}: {wrong} of {got.size} values differ")
 
 
-def refuses(call: Callable[[], Any], *kinds: type[Exception]) -> str:
+def refuses(call: Callable[[], Any], *kinds: type[Exception], what: str = "it") -> str:
     """Raise unless `call` raises one of `kinds`; returns the message."""
     names = " or ".join(kind.__name__ for kind in kinds)
     try:
@@ -205,5 +215,7 @@ def refuses(call: Callable[[], Any], *kinds: type[Exception]) -> str:
     except kinds as exc:
         return str(exc)
     except Exception as exc:
-        raise Failure(f"must be refused with {names}, raised {type(exc).__name__}: {exc}") from exc
-    raise Failure(f"must be refused with {names}, but was accepted")
+        raise Failure(
+            f"{what} must be refused with {names}, raised {type(exc).__name__}: {exc}"
+        ) from exc
+    raise Failure(f"{what} must be refused with {names}, but was accepted")

@@ -7,14 +7,23 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 
 from halogen_conformance.bench import Bench, refuses, same_bits
 from halogen_conformance.case import Case, Failure
 from halogen_conformance.oracle import formats
 from halogen_conformance.oracle.numbers import EPSILON, round_to
+from halogen_conformance.oracle.scaled import FLOAT8, LARGEST, SCALED
 from halogen_conformance.steps import arrange, batch_of, spans
-from halogen_core.spi import FORMATS, HalogenError, QuantTensor, WeightRole
+from halogen_core.spi import (
+    FORMATS,
+    HalogenError,
+    OpSignature,
+    QuantTensor,
+    SupportLevel,
+    WeightRole,
+)
 
 
 def cases() -> Iterator[Case]:
@@ -24,9 +33,21 @@ def cases() -> Iterator[Case]:
             run = partial(unpack, form=form, role=WeightRole(role))
             why = "packing loses or reorders values"
             yield _case(f"weights/{form}-{role}", run, why, form)
+    for form in SCALED:
+        # no file has an embedding in them
+        for role in ("linear", "experts"):
+            run = partial(unpack, form=form, role=WeightRole(role))
+            yield _case(f"weights/{form}-{role}", run, "packing loses or exchanges scales", form)
+        run = partial(damaged_scales, form=form)
+        why = "a scale that is missing, a code that is no number, is computed with"
+        yield _case(f"weights/damaged-{form}", run, why, form)
     checks: dict[str, tuple[Any, str]] = {
         "weights/parts": (parts, "fused parts stacked in another order"),
         "weights/damaged": (damaged, "a tensor with too few bytes is read beyond its end"),
+        "weights/unclaimed": (
+            unclaimed,
+            "bytes of a format that is not claimed are read as another",
+        ),
         "arrays/round-trip": (arrays, "dtype, shape or order lost on the way to the device"),
         "arrays/copies": (array_copies, "an upload or download that shares memory with the caller"),
         "arrays/step": (step_arrays, "a step's arrays that differ from the host batch"),
@@ -51,8 +72,7 @@ def _case(name: str, run: Any, why: str, column: str = "") -> Case:
 
 
 def unpack(bench: Bench, *, form: str, role: WeightRole) -> None:
-    claimed = bench.capabilities.weight_formats
-    bench.require(not claimed or form in claimed, f"weight_formats:{form}")
+    bench.require_format(form)
     shape = (3, 8, 256) if role is WeightRole.EXPERTS else (24, 256)
     tensor = formats.random_tensor(bench.rng, shape, form)
     packed = bench.weight(tensor, role=role)
@@ -93,6 +113,43 @@ def damaged(bench: Bench) -> None:
     for data in (whole.data[:-1], whole.data[: len(whole.data) // 2]):
         tensor = QuantTensor(format="Q8_0", shape=(8, 64), data=data, name="damaged")
         refuses(lambda tensor=tensor: bench.weight(tensor), HalogenError)
+
+
+def damaged_scales(bench: Bench, *, form: str) -> None:
+    bench.require_format(form)
+    whole = formats.random_tensor(bench.rng, (8, 256), form)
+    for what, change in damages(whole).items():
+        # `what` is told where the refusal is missing
+        tensor = attrs.evolve(whole, name=what, **change)
+        refuses(lambda tensor=tensor: bench.weight(tensor), HalogenError, what=what)
+
+
+def damages(whole: QuantTensor) -> dict[str, dict[str, Any]]:
+    """Fields of an [8, 256] tensor of `SCALED` that make it unreadable, by what is wrong."""
+    found: dict[str, dict[str, Any]] = {"a byte too few": {"data": whole.data[:-1]}}
+    if "scale" in whole.aux:
+        found["a scale too few"] = {"aux": {**whole.aux, "scale": whole.aux["scale"][:-1]}}
+        others = {key: value for key, value in whole.aux.items() if key != "scale"}
+        found["no scale"] = {"aux": others}
+    if whole.format in FLOAT8:
+        codes = whole.data.copy()
+        codes[77] = 0x80 | (LARGEST[whole.format] + 1)
+        found["a code that is no number"] = {"data": codes}
+    return found
+
+
+def unclaimed(bench: Bench) -> None:
+    claimed = bench.capabilities.weight_formats
+    bench.require(bool(claimed), "weight_formats")
+    for form in formats.ALL:
+        if form not in claimed:
+            tensor = formats.random_tensor(bench.rng, (8, 256), form)
+            refuses(lambda tensor=tensor: bench.weight(tensor), HalogenError, what=form)
+            signature = OpSignature(op="linear", dtype=bench.dtype, weight_format=form)
+            if bench.backend.supports(signature).level is not SupportLevel.NO:
+                raise Failure(f"`supports` promises {form}, which `weight_formats` does not claim")
+    invented = QuantTensor(format="Q3_Z", shape=(8, 256), data=np.zeros(1024, np.uint8), name="w")
+    refuses(lambda: bench.weight(invented), HalogenError, what="an invented format")
 
 
 # ---------------------------------------------------------------- arrays

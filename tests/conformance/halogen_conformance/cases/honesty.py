@@ -82,7 +82,8 @@ def repeated(bench: Bench) -> None:
         truth = inputs[i] @ weights[w].T
         own = bench.arithmetic.store(truth)
         bench.compare(bench.download(out), truth, own, what=f"output {i}", length=WIDE, op="linear")
-    ratio = statistics.median(fresh) / statistics.median(again)
+    # the fastest of each: others are slow for what else the machine does
+    ratio = min(fresh) / min(again)
     bench.facts["fresh_over_repeated"] = ratio
     if ratio > REPEATED_AT_MOST:
         raise Failure(

@@ -10,8 +10,10 @@ import numpy as np
 from halogen_conformance.bench import Bench
 from halogen_conformance.case import Case
 from halogen_conformance.cases.making import op_cases
+from halogen_conformance.cases.scaled import scaled_questions
 from halogen_conformance.oracle import formats
 from halogen_conformance.oracle import operations as exact
+from halogen_conformance.oracle.scaled import PLAIN, Layout
 from halogen_core.spi import (
     FORMATS,
     Activation,
@@ -34,10 +36,11 @@ def _formatted(op: str, form: str) -> OpSignature:
     return OpSignature(op=op, weight_format=form)
 
 
-def _draw_weight(bench: Bench, shape: tuple[int, ...], form: str) -> QuantTensor:
-    claimed = bench.capabilities.weight_formats
-    bench.require(not claimed or form in claimed, f"weight_formats:{form}")
-    return formats.random_tensor(bench.rng, shape, form)
+def _draw_weight(
+    bench: Bench, shape: tuple[int, ...], form: str, layout: Layout = PLAIN
+) -> QuantTensor:
+    bench.require_format(form)
+    return formats.random_tensor(bench.rng, shape, form, layout=layout)
 
 
 # ---------------------------------------------------------------- linear
@@ -89,6 +92,13 @@ def linear_cases() -> Iterator[Case]:
         column="Q4_K",
         signature=_formatted("linear", "Q4_K"),
     )
+    for q in scaled_questions():
+        options = {"tokens": q.tokens, "widths": q.widths, "k": q.k, "form": q.form}
+        run = partial(linear, **options, layout=q.layout, loudness=q.loudness)
+        sign = _formatted("linear", q.form)
+        yield from op_cases(
+            "linear", f"{q.form}-{q.name}", q.why, run, column=q.form, signature=sign
+        )
     yield from op_cases(
         "linear",
         "unknown-format",
@@ -112,15 +122,20 @@ def linear(
     spoil: bool = False,
     loud: bool = False,
     std: float = 1.0,
+    layout: Layout = PLAIN,
+    loudness: tuple[float, ...] = (),
 ) -> None:
     kinds = [form, form2] if form2 else [form] * len(widths)
-    parts = [_draw_weight(bench, (n, k), kind) for n, kind in zip(widths, kinds, strict=True)]
+    parts = [
+        _draw_weight(bench, (n, k), kind, layout) for n, kind in zip(widths, kinds, strict=True)
+    ]
     weight = np.concatenate([formats.values_of(p) for p in parts])
     x = bench.draw(tokens, k, std=std)
     if spoil:
         x[1, k // 3] = np.nan
     if loud:
         x[:, k // 2 : k // 2 + 32] *= 16
+    x[: len(loudness)] *= np.array(loudness).reshape(-1, 1)
     packed, a = bench.weight(*parts), bench.arithmetic_for(form)
     offset = bench.draw(sum(widths)) if bias else None
     packed_bias = None if offset is None else bench.weight(offset, role=WeightRole.BIAS)
@@ -128,9 +143,9 @@ def linear(
     bench.measure(
         lambda: bench.backend.ops.linear(given, packed, bias=packed_bias),
         exact.linear(x, weight, offset),
-        exact.linear(x, a.store(weight), offset, a),
+        exact.linear(x, a.weight(weight), offset, a),
         length=k,
-        quantised=form not in formats.DENSE,
+        rounded=bool(a.rounding),
         keeps=[given],
     )
 
@@ -149,7 +164,7 @@ def mlp_cases() -> Iterator[Case]:
         for tokens in (0, 1, 17):
             run = partial(mlp, tokens=tokens, kind=kind)
             yield from op_cases("mlp", f"{kind}-T{tokens}", why, run)
-    for form in FORMATS:
+    for form in formats.ALL:
         run = partial(mlp, tokens=3, kind=Activation.SILU, form=form, hidden=256, inner=256)
         yield from op_cases(
             "mlp", f"{form}-T3", why, run, column=form, signature=_formatted("mlp", form)
@@ -173,13 +188,13 @@ def mlp(
     down_values = formats.values_of(down)
     packed, packed_down, given = bench.weight(gate, up), bench.weight(down), bench.activation(x)
     truth = exact.mlp(x, gate_up, down_values, kind)
-    reference = exact.mlp(x, a.store(gate_up), a.store(down_values), kind, a)
+    reference = exact.mlp(x, a.weight(gate_up), a.weight(down_values), kind, a)
     got = bench.measure(
         lambda: ops.mlp(given, packed, packed_down, kind),
         truth,
         reference,
         length=hidden + inner,
-        quantised=form not in formats.DENSE,
+        rounded=bool(a.rounding),
         keeps=[given],
     )
     composed = bench.download(
@@ -191,7 +206,7 @@ def mlp(
         composed + (reference - truth),
         what="fused against composed",
         length=hidden + inner,
-        quantised=form not in formats.DENSE,
+        rounded=bool(a.rounding),
     )
 
 
@@ -220,7 +235,7 @@ def moe_cases() -> Iterator[Case]:
     spec = MoESpec(num_experts=8, top_k=3)
     run = partial(moe, spec=spec, tokens=4, ties=True)
     yield from op_cases("moe", "ties", "equal scores go to the lower expert", run)
-    for form in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
+    for form in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "INT4", "W8A8", "MXFP4", "F8_E4M3"):
         run = partial(moe, spec=spec, tokens=3, form=form, hidden=256, inner=256)
         sign = OpSignature(op="moe", moe=spec, weight_format=form)
         yield from op_cases("moe", f"{form}-T3", why, run, column=form, signature=sign)
@@ -265,9 +280,9 @@ def moe(
     bench.measure(
         lambda: bench.backend.ops.moe(given, *packed, spec),
         exact.moe(x, router, gate_up, down_values, spec),
-        exact.moe(x, router, a.store(gate_up), a.store(down_values), spec, a),
+        exact.moe(x, router, a.weight(gate_up), a.weight(down_values), spec, a),
         length=hidden + inner,
-        quantised=form not in formats.DENSE,
+        rounded=bool(a.rounding),
         keeps=[given],
     )
 
@@ -302,7 +317,7 @@ def logits_cases() -> Iterator[Case]:
         yield from op_cases("logits", name, why, run)
     run = partial(logits, rows=2, vocab=151_936, hidden=32)
     yield from op_cases("logits", "vocab151936", "an index overflows, a tile's edge is lost", run)
-    for form in ("F16", "Q8_0", "Q4_K", "Q6_K"):
+    for form in ("F16", "Q8_0", "Q4_K", "Q6_K", "INT4", "W8A8", "F8_E4M3"):
         run = partial(logits, rows=3, hidden=256, form=form)
         yield from op_cases(
             "logits", f"{form}-R3", why, run, column=form, signature=_formatted("logits", form)
@@ -327,9 +342,9 @@ def logits(
     bench.measure(
         lambda: bench.backend.ops.logits(given, packed, scale=scale, softcap=softcap),
         exact.logits(x, values, scale, softcap),
-        exact.logits(x, a.store(values), scale, softcap, a),
+        exact.logits(x, a.weight(values), scale, softcap, a),
         length=hidden,
-        quantised=form not in formats.DENSE,
+        rounded=bool(a.rounding),
         dtype="f32",
         keeps=[given],
     )

@@ -13,10 +13,11 @@ from halogen_conformance.bench import Bench, same_bits
 from halogen_conformance.case import Case, Failure, Opening
 from halogen_conformance.cases.attending import KV_DTYPES
 from halogen_conformance.cases.placing import Model, Stretch, oracle_logits, place, sequences, step
+from halogen_conformance.oracle.formats import ALL
 from halogen_conformance.oracle.numbers import Values
 from halogen_conformance.steps import pool
 from halogen_core.models import Decoder, config_of, kv_spec
-from halogen_core.spi import FORMATS, StepBatch
+from halogen_core.spi import StepBatch
 from halogen_core.spi.testing import TINY_MODELS, tiny_checkpoint
 
 LENGTH = 37
@@ -35,10 +36,10 @@ def cases() -> Iterator[Case]:
             ("decoded", decoded, "decode takes another path than prefill and differs"),
         ):
             yield _case(f"{name}/{model}", partial(run, model=model), why, model)
-    for form in FORMATS:
+    for form in ALL:
         run = partial(whole, model="llama", quant=form)
         yield _case(f"formats/{form}", run, "a weight format that is wrong inside a model", form)
-        if form in ("Q8_0", "Q4_K"):
+        if form in ("Q8_0", "Q4_K", "INT4", "MXFP4"):
             run = partial(whole, model="llama-moe", quant=form)
             yield _case(f"formats/moe-{form}", run, "experts of a quantised model", form)
     for dtype in KV_DTYPES:

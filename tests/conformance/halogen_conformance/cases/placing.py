@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -11,14 +12,14 @@ import numpy as np
 
 from halogen_conformance.bench import Bench
 from halogen_conformance.oracle.decoder import OracleDecoder
-from halogen_conformance.oracle.formats import DENSE
+from halogen_conformance.oracle.formats import DENSE, SCALED, random_tensor
 from halogen_conformance.oracle.numbers import EXACT, Arithmetic, Values
 from halogen_conformance.oracle.operations import log_softmax
 from halogen_conformance.oracle.sampling import Policy
 from halogen_conformance.steps import Plan, batch_of, pool, sampling_batch, spans
 from halogen_core.models import Decoder, config_of, kv_spec
 from halogen_core.spi import Checkpoint, KVCache, SamplingBatch, StepBatch
-from halogen_core.spi.testing import tiny_checkpoint
+from halogen_core.spi.testing import MemoryCheckpoint, tiny_checkpoint
 
 WIDE = {"hidden": 256, "inner": 256, "layers": 1}
 """Rows long enough for every block format."""
@@ -44,15 +45,18 @@ class Model:
     def check(self, got: Values, tokens: Values, rows: Any, what: str) -> None:
         """Judge logits at positions `rows` of a sequence."""
         truth = oracle_logits(self.checkpoint, tokens)[rows]
-        forms = {self.checkpoint.tensor(name).format for name in self.checkpoint.names()}
-        quantised = not forms <= set(DENSE)
-        arithmetic = Arithmetic(self.bench.dtype, eight_bit=self.bench.rounds(quantised))
+        arithmetic = self._arithmetic()
         own = oracle_logits(self.checkpoint, tokens, arithmetic, self.dtype)[rows]
         length = len(self.decoder.config.layers) * self.decoder.config.hidden_size
         self.bench.compare(
-            got, truth, own, what=what, length=length, quantised=quantised, op="model"
+            got, truth, own, what=what, length=length, rounded=bool(arithmetic.rounding), op="model"
         )
         self._record(got, truth)
+
+    def _arithmetic(self) -> Arithmetic:
+        """Of the format that its matrices have beside dense ones."""
+        forms = {self.checkpoint.tensor(name).format for name in self.checkpoint.names()}
+        return self.bench.arithmetic_for(next(iter(forms - set(DENSE)), "F32"))
 
     def _record(self, got: Values, truth: Values) -> None:
         """Divergence of the distributions, for people."""
@@ -84,8 +88,23 @@ def _cached_logits(key: tuple[str, Arithmetic, str], raw: bytes) -> Values:
 
 @cache
 def _checkpoint(model: str, quant: str | None) -> Checkpoint:
+    if quant in SCALED:
+        return with_scales(tiny_checkpoint(model, seed=5, **WIDE), quant)
     more: dict[str, Any] = WIDE if quant else {}
     return tiny_checkpoint(model, seed=5, quant=quant, **more)
+
+
+def with_scales(checkpoint: MemoryCheckpoint, form: str) -> MemoryCheckpoint:
+    """Its layers' matrices drawn anew in a format of `SCALED`; embedding and output stay as they
+    are, as in such files."""
+    rng = np.random.default_rng(zlib.crc32(form.encode()))
+    tensors = dict(checkpoint.tensors)
+    for name, tensor in tensors.items():
+        if name.startswith("blk.") and len(tensor.shape) > 1 and "gate_inp" not in name:
+            std = 1.5 * tensor.shape[-1] ** -0.5
+            drawn = random_tensor(rng, tensor.shape, form, std=std)
+            tensors[name] = attrs.evolve(drawn, name=name)
+    return attrs.evolve(checkpoint, tensors=tensors)
 
 
 def place(
@@ -98,10 +117,8 @@ def place(
 ) -> Model:
     """Load a tiny model and allocate a pool for it."""
     claims = bench.capabilities
-    bench.require(
-        quant is None or not claims.weight_formats or quant in claims.weight_formats,
-        f"weight_formats:{quant}",
-    )
+    if quant is not None:
+        bench.require_format(quant)
     checkpoint = _checkpoint(model, quant)
     config = config_of(checkpoint)
     decoder = Decoder.load(config, checkpoint, bench.backend)

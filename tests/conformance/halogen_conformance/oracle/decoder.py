@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from halogen_conformance.oracle import operations as op
-from halogen_conformance.oracle.formats import DENSE, values_of
+from halogen_conformance.oracle.formats import FLOATS, values_of
 from halogen_conformance.oracle.numbers import EXACT, Arithmetic, Values, kv_bytes, kv_values
 from halogen_core.spi import Activation, AttentionSpec, Checkpoint, MoESpec, RopeSpec
 
@@ -141,11 +141,11 @@ class OracleDecoder:
 
     def _matrix(self, name: str) -> Values:
         """A weight as the arithmetic keeps it."""
-        return self.a.store(self._raw(name))
+        return self.a.weight(self._raw(name))
 
     def _met_by(self, name: str) -> Arithmetic:
         """How activations enter a product with that weight."""
-        return self.a.dense if self.checkpoint.tensor(name).format in DENSE else self.a
+        return self.a.dense if self.checkpoint.tensor(name).format in FLOATS else self.a
 
     def _maybe(self, name: str) -> Values | None:
         return self._raw(name) if self._has(name) else None

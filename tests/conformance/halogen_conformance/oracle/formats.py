@@ -1,6 +1,7 @@
 """Weights in stored formats: making them, and reading them back in float64.
 
-Values come from the numpy package `gguf`, which shares no code with halogen.
+Values of GGUF's formats come from the numpy package `gguf`, which shares no code with halogen;
+those with scales beside their codes from `scaled`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,30 @@ from gguf.quants import dequantize as gguf_dequantize
 from gguf.quants import quantize as gguf_quantize
 from numpy.typing import NDArray
 
+from halogen_conformance.oracle.scaled import (
+    FLOAT8,
+    PLAIN,
+    SCALED,
+    Layout,
+    random_scaled,
+    scaled_values,
+)
 from halogen_core.spi import FORMATS, QuantTensor
 
+ALL = (*FORMATS, *SCALED)
+"""Every format that the suite knows."""
 DENSE = ("F32", "F16", "BF16")
 """Formats that are no quantisation."""
+FLOATS = (*DENSE, *FLOAT8)
+"""Formats before which no activation is rounded, whatever the backend declares (ADR 0076)."""
 SCALE_BYTES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block keeps float16 scales, for formats that `gguf` cannot quantise."""
 
 
 def values_of(tensor: QuantTensor) -> NDArray[np.float64]:
     """The values a tensor stands for, [*shape] float64."""
+    if tensor.format in SCALED:
+        return scaled_values(tensor)
     form = FORMATS[tensor.format]
     if tensor.format == "F32":
         flat = tensor.data.view(np.float32)
@@ -51,9 +66,16 @@ def stored(values: NDArray[Any], form: str, name: str = "") -> QuantTensor:
 
 
 def random_tensor(
-    rng: np.random.Generator, shape: tuple[int, ...], form: str, *, std: float = 0.05
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    form: str,
+    *,
+    std: float = 0.05,
+    layout: Layout = PLAIN,
 ) -> QuantTensor:
     """A weight of about that standard deviation, every bit of its blocks exercised."""
+    if form in SCALED:
+        return random_scaled(rng, shape, form, layout, std)
     if form not in SCALE_BYTES:
         return stored(rng.standard_normal(shape) * std, form)
     block = FORMATS[form]

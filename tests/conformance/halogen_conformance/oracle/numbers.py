@@ -53,10 +53,10 @@ ACTIVATION_BLOCK = 32
 """Elements that share a scale where activations are rounded to 8 bits."""
 
 
-def eight_bit(values: Values) -> Values:
-    """Each block of 32 of the last axis as `scale * code`: scale its largest / 127, codes int8."""
+def eight_bit(values: Values, block: int = ACTIVATION_BLOCK) -> Values:
+    """Each block of the last axis as `scale * code`: scale its largest / 127, codes int8."""
     values = np.asarray(values, np.float64)
-    blocks = values.reshape(*values.shape[:-1], -1, ACTIVATION_BLOCK)
+    blocks = values.reshape(*values.shape[:-1], -1, block)
     scale = np.abs(blocks).max(-1, keepdims=True) / 127
     codes = np.rint(blocks / np.where(scale == 0, 1, scale))
     return (codes * scale).reshape(values.shape)
@@ -67,12 +67,15 @@ class Arithmetic:
     """How an oracle computes: `f64` exactly, otherwise as a plain implementation in that dtype.
 
     `store` rounds what such an implementation keeps between two operations; sums run in float32.
-    `eight_bit` also rounds what is about to meet a quantised weight, as backends may that declare
-    `quantized_activations`.
     """
 
     dtype: str = "f64"
-    eight_bit: bool = False
+    rounding: str = ""
+    """What is about to meet a quantised weight is rounded to 8 bits too: `block`, a scale per 32,
+    as backends may that declare `quantized_activations`; `token`, a scale per row, as format W8A8
+    asks."""
+    weights: str = ""
+    """Narrower dtype that weights are kept in; empty: `dtype`."""
     fused: bool = False
     """As one kernel: operands of products are rounded, what stays in registers is not."""
 
@@ -84,6 +87,10 @@ class Arithmetic:
         """A result as it would be kept."""
         return self.take(round_to(values, self.dtype))
 
+    def weight(self, values: Values) -> Values:
+        """A weight as it would be kept."""
+        return self.store(round_to(values, self.weights) if self.weights else values)
+
     def operand(self, values: Values) -> Values:
         """Stored values on their way into a product."""
         return self.store(values) if self.fused else self.take(values)
@@ -94,7 +101,10 @@ class Arithmetic:
 
     def meet(self, x: Values) -> Values:
         """Activations as they enter a product with a weight."""
-        return self.take(eight_bit(x) if self.eight_bit else x)
+        if not self.rounding:
+            return self.take(x)
+        width = x.shape[-1] if self.rounding == "token" else ACTIVATION_BLOCK
+        return self.take(eight_bit(x, width))
 
     @property
     def dense(self) -> Arithmetic:
