@@ -11,6 +11,7 @@ import pytest
 from halogen_conformance.case import Measurement, Result, Status
 from halogen_conformance.catalogue import must_pass, suite_cases
 from halogen_conformance.certify import accounted
+from halogen_conformance.commands import repro
 from halogen_conformance.folder import differences, objections, read_report, write_folder
 from halogen_conformance.verdict import certified_level, shortcomings
 from halogen_conformance.waivers import Waiver, read_waivers
@@ -24,7 +25,7 @@ def certified(site, tmp_path_factory):
     """The folder of a run to level 2, and the finished process."""
     out = tmp_path_factory.mktemp("report")
     arguments = ("--backend", "cpu_reference", "--threads", 1, "--level", 2, "--out", out)
-    return out, site.conform(*arguments)
+    return out, site.conform(*arguments, "--jobs", 2)
 
 
 def test_cpu_reference_is_certified_and_the_report_verifies(certified):
@@ -122,9 +123,12 @@ def test_repro_runs_one_case_and_shows_its_numbers(site):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ratio" in done.stdout
     assert "window" in done.stdout
-    done = site.conform("repro", "--backend", "cpu_reference", "L9/nothing")
-    assert done.returncode == 2
-    assert "HRT-6006" in done.stderr
+
+
+def test_a_case_that_is_not_there_cannot_be_run_again():
+    with pytest.raises(ConfigError) as caught:
+        repro(case_id="L9/nothing", backend="cpu_reference", device=None, threads=1, options=())
+    assert caught.value.code == "HRT-6006"
 
 
 def test_pytest_runs_the_suite_of_an_installed_distribution(site, tmp_path):
