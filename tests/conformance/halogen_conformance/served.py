@@ -14,10 +14,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import httpx
 import numpy as np
 import psutil
 
@@ -25,6 +24,9 @@ from halogen_conformance import faults
 from halogen_conformance.case import Failure
 from halogen_conformance.serving_canary import COLOURS, alphabet, prompt, write_canary
 from halogen_conformance.target import Target
+
+if TYPE_CHECKING:
+    import httpx
 
 START_S = 180.0
 HALOGEN = "from halogen_core.cli.main import main; main()"
@@ -57,6 +59,9 @@ class Server:
     """A running `halogen serve` over the canary model."""
 
     def __init__(self, target: Target, *flags: str) -> None:
+        # late: every worker imports this module, and httpx brings its own command line along
+        from httpx import Client
+
         self._folder = tempfile.TemporaryDirectory(prefix="halogen-canary-")
         folder = Path(self._folder.name)
         write_canary(folder / "canary.gguf")
@@ -82,7 +87,7 @@ class Server:
         url = self._found.get(timeout=START_S)
         if url is None:
             raise Failure(f"the server did not start: {''.join(self.lines[-8:])}")
-        self.client = httpx.Client(base_url=url, timeout=120)
+        self.client = Client(base_url=url, timeout=120)
         self.expected: float | None = None
 
     def _read(self) -> None:
@@ -134,12 +139,14 @@ class Server:
 
     def wait(self, condition: Any, what: str, limit_s: float = 60.0) -> float:
         """Seconds until `condition()` holds."""
+        from httpx import HTTPError
+
         began = time.monotonic()
         while time.monotonic() - began < limit_s:
             try:
                 if condition():
                     return time.monotonic() - began
-            except httpx.HTTPError:
+            except HTTPError:
                 pass
             time.sleep(0.05)
         raise Failure(f"not within {limit_s:.0f} s: {what}")
