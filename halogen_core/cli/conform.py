@@ -24,7 +24,7 @@ def _suite() -> Any:
         raise PluginError(
             "the conformance suite is not installed",
             code="HRT-6000",
-            fix="pip install halogen-conformance",
+            fix="in a checkout of halogen: pip install ./tests/conformance",
         )
     return importlib.import_module("halogen_conformance.commands")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import importlib_metadata
 
 from halogen_core.plugins import PluginRegistry, PluginStatus
+from halogen_core.plugins.missing import advice
 from halogen_core.spi import DoctorContext, Finding, Severity
 
 GIB = 1 << 30
@@ -53,7 +54,7 @@ def _backends(registry: PluginRegistry) -> Finding:
             code="core.backends",
             severity=Severity.ERROR,
             text="no backend is installed",
-            fix="pip install halogen-cpu-ggml",
+            fix=advice("cpu_ggml"),
         )
     return Finding(
         code="core.backends",

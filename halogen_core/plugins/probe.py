@@ -129,6 +129,7 @@ def _cache_key(
         __version__,
         plugin.distribution,
         plugin.version,
+        _last_edit(plugin),
         plugin.module,
         backend,
         sys.executable,
@@ -139,6 +140,14 @@ def _cache_key(
         sorted(os.listdir("/dev")) if os.path.isdir("/dev") else [],
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32] + ".json"
+
+
+def _last_edit(plugin: Plugin) -> int:
+    """When a file of the plugin's package was last written: a checkout changes without a version."""
+    if plugin.manifest is None:
+        return 0
+    package = Path(plugin.manifest.path).parent
+    return max((path.stat().st_mtime_ns for path in package.rglob("*.py")), default=0)
 
 
 def _read_cache(path: Path) -> ProbeResult | None:

@@ -2,9 +2,9 @@
 
 import importlib
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -26,11 +26,13 @@ def test_help_is_quick_and_imports_no_torch():
     )
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
-        times.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # of the processor: the clock also tells what else the machine does
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
     assert min(times) < 0.5
     assert all(name in done.stdout for name in COMMANDS)

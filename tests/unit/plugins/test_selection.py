@@ -1,5 +1,7 @@
 """Probing in isolation and choosing a backend."""
 
+import os
+import re
 import time
 import tomllib
 from pathlib import Path
@@ -67,7 +69,7 @@ def test_a_hanging_probe_times_out(install):
     _, plugin = registry_and_plugin()
     began = time.monotonic()
     result = probe(plugin, "acme", ProbeContext(), timeout_s=1.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert result.reasons[0].code == "probe_timeout"
 
 
@@ -111,12 +113,16 @@ def without(*distributions):
     return found
 
 
+HOW = "in a checkout of halogen: pip install"
+ROCM = "./plugins/triton_kernels ./plugins/rocm_strixhalo"
+
+
 @pytest.mark.parametrize("asked", ["rocm_strixhalo", "rocm"])
 def test_one_of_ours_that_is_not_installed_names_its_package(asked):
     registry = without("halogen-rocm-strixhalo")
     with pytest.raises(PluginError, match="not installed; installed: .*cpu_reference") as error:
         select(registry, asked)
-    assert (error.value.code, error.value.fix) == ("HRT-1107", "pip install halogen-rocm-strixhalo")
+    assert (error.value.code, error.value.fix) == ("HRT-1107", f"{HOW} {ROCM}")
     with pytest.raises(PluginError, match="not installed"):
         select(registry, None, device=f"{asked}:0")
 
@@ -127,7 +133,7 @@ def test_a_misspelt_name_gets_the_nearest():
     assert error.value.fix == "did you mean `cpu_reference`?"
     with pytest.raises(PluginError) as error:
         select(without("halogen-rocm-strixhalo"), "rocm-strixhalo")
-    assert error.value.fix == "did you mean `rocm_strixhalo`? (pip install halogen-rocm-strixhalo)"
+    assert error.value.fix == f"did you mean `rocm_strixhalo`? ({HOW} {ROCM})"
     with pytest.raises(PluginError) as error:
         select(PluginRegistry.discover(), "warp_drive")
     assert "name one of these" in error.value.fix
@@ -144,8 +150,15 @@ def test_the_packages_that_errors_name_are_those_of_the_plugins():
         for spec in plugin.backends
         for name in (spec.name, *spec.aliases)
     }
-    assert {n: p for n, p in packages().items() if p in offered.values()} == offered
-    assert set(packages().values()) <= own
+    named = {name: package for name, (package, _) in packages().items()}
+    assert {n: p for n, p in named.items() if p in offered.values()} == offered
+    assert set(named.values()) <= own
+    for package, folders in packages().values():
+        projects = [root.parent / folder / "pyproject.toml" for folder in folders.split()]
+        told = [tomllib.loads(project.read_text())["project"] for project in projects]
+        assert told[-1]["name"] == package
+        needed = {re.split("[<>=]", need)[0] for need in told[-1]["dependencies"]} & own
+        assert needed <= {project["name"] for project in told}
 
 
 def test_the_device_names_its_backend(install):
@@ -169,6 +182,9 @@ def test_a_probe_is_cached_by_version_and_environment(install, tmp_path):
 
     assert [ask().score, ask(OTHER="1").score, ask(ACME_VISIBLE="1").score] == [3, 3, 3]
     assert count.read_text() == "xx"
+    os.utime(Path(plugin.manifest.path).parent / "plugin.py", (2e9, 2e9))  # an edit in a checkout
+    ask()
+    assert count.read_text() == "xxx"
 
 
 def test_a_failed_probe_is_not_cached(install, tmp_path):
