@@ -143,7 +143,7 @@ def _cache_key(
 
 
 def _last_edit(plugin: Plugin) -> int:
-    """When a file of the plugin's package was last written: a checkout changes without a version."""
+    """When a file of the plugin was last written: a checkout changes without a new version."""
     if plugin.manifest is None:
         return 0
     package = Path(plugin.manifest.path).parent
