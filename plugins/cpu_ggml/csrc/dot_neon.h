@@ -2,6 +2,7 @@
 #pragma once
 
 #define SIGNED8 1
+typedef vb operand;
 #define EACH_GROUP UNROLL(8) // so that each group's lane is a constant
 
 #if defined(HX_NEON_DOTPROD)
@@ -9,8 +10,8 @@
 // Codes of fewer than 8 bits are the same signed. The activations of four groups lie in one register.
 #define FLUSH(bits) 8
 typedef vi partial;
-INLINE partial begin(vi sum) { return sum; }
-INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
+INLINE partial begin(vi sum, int bits) { return sum; }
+INLINE partial dot(partial p, operand w, const int8_t *x, int i, int bits, int flip) {
     int8x16_t xs = vld1q_s8(x + i / 4 * 16), ws = (int8x16_t)w;
     switch (i % 4) { // the lane is part of the instruction
     case 0: return vdotq_laneq_s32(p, ws, xs, 0);
@@ -19,15 +20,15 @@ INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
     default: return vdotq_laneq_s32(p, ws, xs, 3);
     }
 }
-INLINE vi settle(vi sum, partial p) { return p; }
+INLINE vi settle(vi sum, partial p, int bits) { return p; }
 
 #else
 
 // Each product has a 16-bit sum of its own: 8 of 5 bits and 4 of 6 bits stay below 2^15, 2 of 8 bits.
 #define FLUSH(bits) ((bits) < 6 ? 8 : (bits) == 6 ? 4 : 2)
 typedef struct { int16x8_t low, high; } partial;
-INLINE partial begin(vi sum) { return (partial){vdupq_n_s16(0), vdupq_n_s16(0)}; }
-INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
+INLINE partial begin(vi sum, int bits) { return (partial){vdupq_n_s16(0), vdupq_n_s16(0)}; }
+INLINE partial dot(partial p, operand w, const int8_t *x, int i, int bits, int flip) {
     int32_t four;
     memcpy(&four, x + 4 * i, 4);
     int8x16_t xs = vreinterpretq_s8_s32(vdupq_n_s32(four)), ws = (int8x16_t)w;
@@ -35,7 +36,7 @@ INLINE partial dot(partial p, vb w, const int8_t *x, int i, int bits) {
     p.high = vmlal_high_s8(p.high, ws, xs);
     return p;
 }
-INLINE vi settle(vi sum, partial p) {
+INLINE vi settle(vi sum, partial p, int bits) {
     return sum + vpaddq_s32(vpaddlq_s16(p.low), vpaddlq_s16(p.high));
 }
 

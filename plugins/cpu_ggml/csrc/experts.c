@@ -81,7 +81,7 @@ static int64_t regroup_units(const void *params, int threads, int64_t *cost) {
 
 static void regroup_run(void *params, int64_t first, int64_t last, int thread, int threads) {
     const hx_regroup *p = params;
-    int64_t k = p->k, e = 0, row_bytes = p->floats ? k * 4 : k / QK * XROW;
+    int64_t k = p->k, e = 0, row_bytes = p->floats ? k * 4 : hx_q8_bytes(k);
     for (int64_t j = first; j < last; j++) {
         while (j >= p->start[e + 1]) e++;
         int64_t rows = p->start[e + 1] - p->start[e], m = j - p->start[e];
@@ -108,7 +108,7 @@ static hx_linear of_expert(const hx_experts *p, int64_t e, int64_t *rows, hx_par
     for (int64_t i = 0; i < p->nparts; i++) {
         const hx_part *all = p->parts + i;
         int64_t tiles = (all->n + TILE - 1) / TILE;
-        int64_t row_bytes = all->format <= HX_BF16 ? p->k * 4 : p->k / QK * XROW;
+        int64_t row_bytes = all->format <= HX_BF16 ? p->k * 4 : hx_q8_bytes(p->k);
         parts[i] = *all;
         parts[i].x += p->start[e] * row_bytes;
         parts[i].tiles += e * tiles * hx_tile_bytes(all->format, p->k);

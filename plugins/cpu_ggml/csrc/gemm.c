@@ -1,80 +1,7 @@
-// Repacked GEMM. Quantised weights meet activations rounded to 8 bits per 32; float weights meet
-// floats. A row's result does not depend on how many rows are computed beside it.
+// Repacked GEMM. Quantised weights meet activations of 8 bits (activations.c), float weights floats.
+// A row's result does not depend on how many rows are computed beside it.
 #include "dot.h"
 #include <math.h>
-
-// ---------------------------------------------------------------- activations
-
-INLINE void quantise_block(const float *x, uint8_t *block, int64_t rows, int64_t r) {
-    vf top = {0}, poison = {0}; // NaN if x has a NaN or an infinity
-    for (int i = 0; i < QK; i += VL) {
-        vf v = vf_load(x + i);
-        top = vf_max(top, vf_max(v, -v));
-        poison = vf_fma(v, (vf){0}, poison);
-    }
-    float most = vf_top(top), inverse = most > 0 ? 127.f / most : 0.f;
-    float d = most / 127.f + vf_sum(poison);
-    int32_t half[2] = {0, 0};
-    int8_t *codes = (int8_t *)block + r * QK;
-    for (int i = 0; i < QK; i += VL) {
-        vi q = vi_round(vf_load(x + i) * vf_set(inverse));
-        vi_bytes(codes + i, q);
-        half[i / 16] += vi_sum(q);
-    }
-    float *scale = (float *)(block + rows * QK) + r;
-    int32_t sum = half[0] + half[1];
-    scale[0] = d;
-    ((int32_t *)scale)[rows] = -sum;
-    scale[2 * rows] = d * sum;
-    ((int32_t *)scale)[3 * rows] = -half[0];
-    ((int32_t *)scale)[4 * rows] = -half[1];
-}
-
-// Blocks first .. last - 1 of row m of `rows`, from x (of that row) into the panels at `out`.
-void NAME(quantise)(const float *x, uint8_t *out, int64_t m, int64_t rows, int64_t k,
-                    int64_t first, int64_t last) {
-    int64_t size = hx_panel_rows(rows, PANEL), panel = m / size, nb = k / QK;
-    int64_t here = rows - panel * size < size ? rows - panel * size : size;
-    out += panel * size * nb * XROW;
-    for (int64_t b = first; b < last; b++)
-        quantise_block(x + b * QK, out + b * here * XROW, here, m - panel * size);
-}
-
-static int64_t pack_q8_units(const void *params, int threads, int64_t *cost) { // blocks of a row
-    const hx_pack_x *p = params;
-    *cost = 20;
-    return *p->rows * (p->k / QK);
-}
-
-static void pack_q8_run(void *params, int64_t first, int64_t last, int thread, int threads) {
-    const hx_pack_x *p = params;
-    int64_t rows = *p->rows, nb = p->k / QK;
-    for (int64_t u = first; u < last;) {
-        int64_t m = u / nb, b = u % nb, end = b + last - u < nb ? b + last - u : nb;
-        NAME(quantise)(p->x + m * p->k, p->out, m, rows, p->k, b, end);
-        u += end - b;
-    }
-}
-
-const hx_kernel NAME(pack_q8) = {pack_q8_units, pack_q8_run};
-
-static int64_t pack_f32_units(const void *params, int threads, int64_t *cost) {
-    const hx_pack_x *p = params;
-    *cost = p->k / 2;
-    return *p->rows;
-}
-
-static void pack_f32_run(void *params, int64_t first, int64_t last, int thread, int threads) {
-    const hx_pack_x *p = params;
-    int64_t rows = *p->rows, size = hx_panel_rows(rows, PANEL), k = p->k;
-    for (int64_t m = first; m < last; m++) {
-        int64_t panel = m / size, here = rows - panel * size < size ? rows - panel * size : size;
-        float *out = (float *)p->out + panel * size * k + (m - panel * size);
-        for (int64_t i = 0; i < k; i++) out[i * here] = p->x[m * k + i];
-    }
-}
-
-const hx_kernel NAME(pack_f32) = {pack_f32_units, pack_f32_run};
 
 // ---------------------------------------------------------------- results
 
@@ -84,6 +11,7 @@ typedef struct {
     const float *bias;
     float scale, softcap;
     int plain; // a whole tile, nothing to add or scale
+    const int32_t *below; // what products with flipped bits lack, or null
 } target;
 
 static __attribute__((noinline)) void put_changed(const target *t, float *out, int64_t lane, vf v) {
@@ -110,8 +38,10 @@ INLINE void put(const target *t, int64_t row, int64_t lane, vf v) {
 
 // ---------------------------------------------------------------- quantised tiles
 
+#define HX_FLIPPED 11 // Q8_0, its products with flipped bits
+
 INLINE int code_bits(int f) {
-    return f == HX_Q8_0 ? 8 : f == HX_Q6_K ? 6 : f == HX_Q5_0 || f == HX_Q5_1 || f == HX_Q5_K ? 5 : 4;
+    return f == HX_Q8_0 || f == HX_FLIPPED ? 8 : f == HX_Q6_K ? 6 : f == HX_Q5_0 || f == HX_Q5_1 || f == HX_Q5_K ? 5 : 4;
 }
 
 INLINE vb shifted(vb v, int bits) { return (vb)((vi)v >> bits); }
@@ -119,7 +49,7 @@ INLINE vb shifted(vb v, int bits) { return (vb)((vi)v >> bits); }
 // codes of group g (4 inputs) for VL features from `lane` on
 INLINE vb codes(int f, const uint8_t *w, int g, int lane) {
     const vb fifteen = (vb){0} + (uint8_t)15;
-    if (f == HX_Q8_0) {
+    if (code_bits(f) == 8) {
         vb v = vb_load(w + g * 64 + lane * 4);
         return SIGNED8 ? v : v ^ ((vb){0} + (uint8_t)128);
     }
@@ -143,7 +73,7 @@ INLINE int part_bytes(int f) {
     case HX_Q4_1: return 320;
     case HX_Q5_0: return 352;
     case HX_Q5_1: return 384;
-    case HX_Q8_0: return 544;
+    case HX_Q8_0: case HX_FLIPPED: return 544;
     case HX_Q4_K: return 288;
     case HX_Q5_K: return 352;
     default: return 416;
@@ -152,80 +82,118 @@ INLINE int part_bytes(int f) {
 
 typedef struct { vf scale, least; } factors;
 
-INLINE vf u8_at(const uint8_t *p, int lane) { return vf_u8(p + lane); }
+INLINE int has_least(int f) {
+    return f == HX_Q4_1 || f == HX_Q5_1 || f == HX_Q4_K || f == HX_Q5_K;
+}
+
+// of VL features from `lane` on for 32 inputs (Q6_K: 16); `super`: those of their 256
+INLINE factors factors_of(int f, const uint8_t *w, int part, int lane, const factors *super) {
+    const int high = code_bits(f) == 5 ? 64 : 0;
+    if (f == HX_Q6_K) return (factors){super->scale * vf_i8(w + 384 + part * 16 + lane)};
+    if (f == HX_Q4_K || f == HX_Q5_K)
+        return (factors){super->scale * vf_u8(w + 256 + high + lane),
+                         -super->least * vf_u8(w + 272 + high + lane)};
+    const uint8_t *scales = w + (code_bits(f) == 8 ? 512 : 256) + high + lane * 2;
+    factors of = {vf_f16(scales)};
+    if (has_least(f)) of.least = vf_f16(scales + 32);
+    return of;
+}
 
 // 32 inputs of SPAN * VL features against R rows: acc += scale * d * (sum of products) + least * (d * sum)
 INLINE void one_block(const int f, const int R, const uint8_t *w, const uint8_t *x, int lane,
-                      const factors *super, vf (*acc)[PANEL]) {
+                      const factors *super, vf (*acc)[PANEL], const int32_t *below) {
     const float *d = (const float *)(x + R * QK), *ds = d + 2 * R;
     const int32_t *minus = (const int32_t *)(d + R), *half = minus + 2 * R;
     const int bits = code_bits(f), shift = code_shift(f), parts = f == HX_Q6_K ? 2 : 1;
-    const int flush = FLUSH(bits), high = bits == 5 ? 64 : 0;
+    const int flush = FLUSH(bits), flip = f == HX_FLIPPED;
     UNROLL(2) for (int part = 0; part < parts; part++) {
         vi sum[SPAN][PANEL];
         EACH_ROW {
             int32_t first = parts == 2 ? half[part * R + r] : minus[r];
-            EACH_SPAN sum[s][r] = shift ? ((vi){0} + first) << shift : (vi){0};
+            EACH_SPAN
+                sum[s][r] = flip ? vi_load(below + lane + s * VL) : shift ? ((vi){0} + first) << shift : (vi){0};
         }
         const int last = part * 4 + 8 / parts;
         UNROLL(8) for (int g = part * 4; g < last; g += flush) {
             partial run[SPAN][PANEL];
-            EACH_ROW EACH_SPAN run[s][r] = begin(sum[s][r]);
+            EACH_ROW EACH_SPAN run[s][r] = begin(sum[s][r], bits);
             EACH_GROUP for (int i = g; i < g + flush; i++) {
                 if (i == last) break;
-                vb c[SPAN];
-                EACH_SPAN c[s] = codes(f, w, i, lane + s * VL);
+                operand c[SPAN];
+                EACH_SPAN c[s] = ready(codes(f, w, i, lane + s * VL), bits, flip);
                 EACH_ROW EACH_SPAN
-                    run[s][r] = dot(run[s][r], c[s], (const int8_t *)x + r * QK, i, bits);
+                    run[s][r] = dot(run[s][r], c[s], (const int8_t *)x + r * QK, i, bits, flip);
             }
-            EACH_ROW EACH_SPAN sum[s][r] = settle(sum[s][r], run[s][r]);
+            EACH_ROW EACH_SPAN sum[s][r] = settle(sum[s][r], run[s][r], bits);
         }
         EACH_SPAN {
-            const int at = lane + s * VL;
-            vf scale, least = {0};
-            if (f == HX_Q6_K) scale = super[s].scale * vf_i8(w + 384 + part * 16 + at);
-            else if (f >= HX_Q4_K) {
-                scale = super[s].scale * u8_at(w + 256 + high, at);
-                least = -super[s].least * u8_at(w + 272 + high, at);
-            } else {
-                const uint8_t *scales = w + (f == HX_Q8_0 ? 512 : 256) + high;
-                scale = vf_f16(scales + at * 2);
-                if (f == HX_Q4_1 || f == HX_Q5_1) least = vf_f16(scales + 32 + at * 2);
-            }
-            const int has_least = f == HX_Q4_1 || f == HX_Q5_1 || f == HX_Q4_K || f == HX_Q5_K;
+            factors of = factors_of(f, w, part, lane + s * VL, super + s);
             EACH_ROW {
-                acc[s][r] = vf_fma(vf_int(sum[s][r]), scale * vf_set(d[r]), acc[s][r]);
-                if (has_least) acc[s][r] = vf_fma(least, vf_set(ds[r]), acc[s][r]);
+                acc[s][r] = vf_fma(vf_int(sum[s][r]), of.scale * vf_set(d[r]), acc[s][r]);
+                if (has_least(f)) acc[s][r] = vf_fma(of.least, vf_set(ds[r]), acc[s][r]);
             }
+        }
+    }
+}
+
+INLINE int head_bytes(int f) { // of 256 inputs, before their parts
+    return f == HX_Q4_K || f == HX_Q5_K ? 64 : f == HX_Q6_K ? 32 : 0;
+}
+
+INLINE factors head_of(int f, const uint8_t *w, int lane) {
+    factors of = {0};
+    if (head_bytes(f)) of.scale = vf_f16(w + lane * 2);
+    if (head_bytes(f) == 64) of.least = vf_f16(w + 32 + lane * 2);
+    return of;
+}
+
+// acc += x times the weights of VL features at one input of block b
+INLINE vf add_outlier(int f, const uint8_t *w, int64_t b, int input, int lane, float x, vf acc) {
+    const uint8_t *head = w + b / 8 * (head_bytes(f) + 8 * part_bytes(f));
+    const uint8_t *part = head + head_bytes(f) + b % 8 * part_bytes(f);
+    const factors super = head_of(f, head, lane), of = factors_of(f, part, input / 16, lane, &super);
+    vi c = (vi)codes(f, part, input / 4, lane) << (24 - input % 4 * 8) >> 24;
+    if (code_bits(f) != 8 || !SIGNED8) c = (c & 255) - (1 << code_shift(f) & ~1);
+    return vf_fma(vf_fma(of.scale, vf_int(c), of.least), vf_set(x), acc);
+}
+
+static __attribute__((noinline)) void add_outliers(int f, int R, const uint8_t *w, const uint8_t *x,
+                                                   int64_t k, int lane, vf (*acc)[PANEL]) {
+    const uint8_t *places = x + k / QK * R * XROW;
+    uint64_t eight;
+    for (int64_t i = 0, n = k / QK * R; i < n; i++) {
+        if (i + 8 <= n && (memcpy(&eight, places + i, 8), !eight)) i += 7;
+        else if (places[i]) {
+            int64_t b = i / R, r = i % R;
+            const float *apart = (const float *)(x + b * R * XROW + R * QK) + 5 * R;
+            EACH_SPAN acc[s][r] = add_outlier(f, w, b, places[i] - 1, lane + s * VL, apart[r], acc[s][r]);
         }
     }
 }
 
 INLINE void quant_tile(const int f, const int R, const uint8_t *w, const uint8_t *x, int64_t k,
                        const target *t, int64_t row) {
-    const int super = f == HX_Q4_K || f == HX_Q5_K ? 64 : f == HX_Q6_K ? 32 : 0;
     for (int lane = 0; lane < TILE; lane += SPAN * VL) {
-        vf acc[SPAN][PANEL];
+        vf acc[SPAN][PANEL], all[SPAN][PANEL]; // apart: what a call is given lies in memory, always
         EACH_ROW EACH_SPAN acc[s][r] = (vf){0};
         const uint8_t *at = w, *xb = x;
         factors top[SPAN] = {0};
         for (int64_t b = 0; b < k / QK; b++) {
-            if (super && b % 8 == 0) {
-                EACH_SPAN {
-                    top[s].scale = vf_f16(at + (lane + s * VL) * 2);
-                    if (f != HX_Q6_K) top[s].least = vf_f16(at + 32 + (lane + s * VL) * 2);
-                }
-                at += super;
+            if (head_bytes(f) && b % 8 == 0) {
+                EACH_SPAN top[s] = head_of(f, at, lane + s * VL);
+                at += head_bytes(f);
             }
             __builtin_prefetch(at + 2048);
             __builtin_prefetch(at + 2048 + 64);
             __builtin_prefetch(at + 2048 + 128);
             __builtin_prefetch(at + 2048 + 192);
-            one_block(f, R, at, xb, lane, top, acc);
+            one_block(f, R, at, xb, lane, top, acc, t->below + b * TILE);
             at += part_bytes(f);
             xb += R * XROW;
         }
-        EACH_ROW EACH_SPAN put(t, row + r, lane + s * VL, acc[s][r]);
+        EACH_ROW EACH_SPAN all[s][r] = acc[s][r];
+        add_outliers(f, R, w, x, k, lane, all);
+        EACH_ROW EACH_SPAN put(t, row + r, lane + s * VL, all[s][r]);
     }
 }
 
@@ -296,6 +264,9 @@ FORMAT(HX_Q8_0, quant_tile)
 FORMAT(HX_Q4_K, quant_tile)
 FORMAT(HX_Q5_K, quant_tile)
 FORMAT(HX_Q6_K, quant_tile)
+#if FLIPS
+FORMAT(HX_FLIPPED, quant_tile)
+#endif
 
 typedef void runner(int, const uint8_t *, const uint8_t *, int64_t, const target *, int64_t);
 static runner *const RUN[] = {
@@ -303,6 +274,7 @@ static runner *const RUN[] = {
     run_HX_Q5_1, run_HX_Q8_0, run_HX_Q4_K, run_HX_Q5_K, run_HX_Q6_K,
 };
 
+#define WORTH_FLIPPING 3 // panels for which a tile's sums are made
 #define CACHED (384 * 1024) // bytes of activations that stay in L2 while weights pass by
 
 // A unit is one tile against the panels of a chunk.
@@ -329,15 +301,21 @@ static int64_t linear_units(const void *params, int threads, int64_t *cost) {
 static void tile_rows(const hx_linear *p, const grid *g, int64_t tile, int64_t chunk) {
     const hx_part *part = p->parts;
     for (; tile >= (part->n + TILE - 1) / TILE; part++) tile -= (part->n + TILE - 1) / TILE;
-    int64_t row_bytes = part->format <= HX_BF16 ? p->k * 4 : p->k / QK * XROW;
+    int64_t row_bytes = part->format <= HX_BF16 ? p->k * 4 : hx_q8_bytes(p->k);
     int64_t column = part->column + tile * TILE;
     target t = {p->out + column, p->stride, part->n - tile * TILE,
-                p->bias ? p->bias + column : 0, p->scale, p->softcap, 0};
+                p->bias ? p->bias + column : 0, p->scale, p->softcap};
     t.plain = t.n >= TILE && !t.bias && t.scale == 1.f && !(t.softcap > 0);
     const uint8_t *w = part->tiles + tile * hx_tile_bytes(part->format, p->k);
+    runner *run = RUN[part->format];
+#if FLIPS
+    int32_t below[p->k / QK * TILE + 1]; // of codes below zero
+    if (part->format == HX_Q8_0 && g->panels >= WORTH_FLIPPING)
+        below_zero(w, p->k, below), t.below = below, run = run_HX_FLIPPED;
+#endif
     for (int64_t i = chunk * g->held; i < g->panels && i < (chunk + 1) * g->held; i++) {
         int64_t here = g->rows - i * g->size < g->size ? g->rows - i * g->size : g->size;
-        RUN[part->format](here, w, part->x + i * g->size * row_bytes, p->k, &t, i * g->size);
+        run(here, w, part->x + i * g->size * row_bytes, p->k, &t, i * g->size);
     }
 }
 

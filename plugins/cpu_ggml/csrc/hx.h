@@ -6,7 +6,8 @@
 
 #define TILE 16           // output features per weight tile, KV tokens per K tile
 #define QK 32             // elements per activation block
-#define XROW 52           // bytes of one row's activation block: 32 codes, d, -sum, d*sum, 2 half -sums
+#define XROW 56           // bytes of one row's activation block: 32 codes, d, -sum, d*sum, 2 half -sums,
+                          // an outlier
 #define CHUNK 256         // keys per attention chunk, aligned to absolute positions
 #define GROUP 16          // blocks of all layers that lie together
 #define MAX_R 12          // rows computed together
@@ -207,5 +208,9 @@ static inline int64_t hx_panel_rows(int64_t rows, int64_t most) {
     int64_t panels = (rows + most - 1) / most;
     return panels ? (rows + panels - 1) / panels : 1;
 }
+
+// Bytes of a row of activations in 8 bits: its blocks and, behind those of its panel, a byte for each
+// block: the place of an outlier + 1.
+static inline int64_t hx_q8_bytes(int64_t k) { return k / QK * XROW + (k / QK + 3) / 4 * 4; }
 
 int64_t hx_tile_bytes(int64_t format, int64_t k);

@@ -37,12 +37,14 @@ typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint8_t vb __attribute__((vector_size(VL * 4)));
 typedef int8_t vsb __attribute__((vector_size(VL * 4)));
 typedef float vfu __attribute__((vector_size(VL * 4), aligned(4)));
+typedef int32_t viu __attribute__((vector_size(VL * 4), aligned(4)));
 typedef uint8_t vbu __attribute__((vector_size(VL * 4), aligned(1)));
 
 INLINE vf vf_load(const float *p) { return *(const vfu *)p; }
 INLINE void vf_store(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf vf_set(float x) { return x - (vf){0}; }
 INLINE vb vb_load(const uint8_t *p) { return *(const vbu *)p; }
+INLINE vi vi_load(const int32_t *p) { return *(const viu *)p; }
 
 #if defined(HX_AVX512)
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -187,7 +189,7 @@ INLINE float vf_top(vf v) {
 
 // e^x to about 1 ulp; 0 below -87, x clamped at 88, NaN kept (Cody-Waite reduction, degree 6)
 INLINE vf vf_exp(vf x) {
-    const vf magic = vf_set(12582912.f);
+    const vf magic = vf_set(12582912.f + 127); // n + 127, an exponent's bits, ends up at t's end
     vi dead = x <= vf_set(-87.f);
     x = -vf_max(vf_set(-88.f), -vf_max(vf_set(-87.f), x)); // in this order a NaN stays
     vf t = vf_fma(x, vf_set(1.44269504f), magic), n = t - magic;
@@ -200,7 +202,8 @@ INLINE vf vf_exp(vf x) {
     p = vf_fma(p, r, vf_set(.5f));
     p = vf_fma(p, r, vf_set(1.f));
     p = vf_fma(p, r, vf_set(1.f));
-    return (vf)(((vi)p + ((vi)t << 23)) & ~dead);
+    p *= (vf)((vi)t << 23); // a product: added to a NaN's bits, the exponent could make it a number
+    return (vf)((vi)p & ~dead);
 }
 
 INLINE vf vf_sigmoid(vf x) { return vf_set(1.f) / (vf_set(1.f) + vf_exp(-x)); }

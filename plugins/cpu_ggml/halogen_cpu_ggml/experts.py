@@ -9,7 +9,7 @@ import attrs
 
 from halogen_core.spi import MoESpec
 from halogen_cpu_ggml import native
-from halogen_cpu_ggml.native import ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES, FLOAT_FORMATS
+from halogen_cpu_ggml.native import FLOAT_FORMATS, activation_bytes
 from halogen_cpu_ggml.recorder import rows_address
 from halogen_cpu_ggml.tape import Node, Tape
 from halogen_cpu_ggml.weights import Part
@@ -127,7 +127,7 @@ def _regrouped(
 ) -> Node:
     """The rows of x group by group, in panels of floats or of 8-bit blocks."""
     k = x.shape[1]
-    row = k * 4 if floats else k // ACTIVATION_BLOCK * ACTIVATION_BLOCK_BYTES
+    row = k * 4 if floats else activation_bytes(k)
     out = tape.scratch(groups.count * row)
     params = native.Regroup(experts=spec.num_experts, top=spec.top_k, k=k, floats=floats)
     reads = {"start": groups.start, "x": x} | ({"order": groups.order} if first else {})

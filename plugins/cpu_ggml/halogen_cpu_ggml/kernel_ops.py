@@ -20,7 +20,7 @@ from halogen_core.spi import (
 from halogen_cpu_ggml import native, picking
 from halogen_cpu_ggml.experts import mixture
 from halogen_cpu_ggml.kv_tiles import TilePool
-from halogen_cpu_ggml.native import ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES, Kernels
+from halogen_cpu_ggml.native import ACTIVATION_BLOCK, Kernels
 from halogen_cpu_ggml.ops import (
     GgmlOps,
     Meta,
@@ -187,10 +187,7 @@ class KernelOps(GgmlOps):
         if made is not None and made.tape is tape:
             return made
         t, k = x.shape
-        size = t * k * 4
-        if form == "q8":
-            size = t * k // ACTIVATION_BLOCK * ACTIVATION_BLOCK_BYTES
-        pack = tape.scratch(size)
+        pack = tape.scratch(t * (native.activation_bytes(k) if form == "q8" else k * 4))
         if form == "q8" and x.emitter is not None and x.tape is tape:
             pack.born = x.born
             tape.own(pack)

@@ -30,11 +30,17 @@ FORMATS = {
 FLOAT_FORMATS = ("F32", "F16", "BF16")
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "f8_e5m2": 3, "q8_0": 4}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
-ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES = 32, 52
+ACTIVATION_BLOCK, ACTIVATION_BLOCK_BYTES = 32, 56
 CHUNK, MOST_ROWS, TILE, GROUP = 256, 12, 16, 16
 LONGEST_HEAD = 1024
 MOST_PARTS = 4
 """Stacks of experts in one product."""
+
+
+def activation_bytes(k: int) -> int:
+    """Bytes of a row of k activations in 8-bit panels (`hx_q8_bytes`)."""
+    blocks = k // ACTIVATION_BLOCK
+    return blocks * ACTIVATION_BLOCK_BYTES + -(-blocks // 4) * 4
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:

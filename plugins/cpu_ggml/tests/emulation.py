@@ -71,7 +71,8 @@ def program():
     output = cache_directory("test-kernels") / version[:16]
     if not output.exists():
         with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-            objects, made = compile_all([COMPILER], Path(folder)), Path(folder) / "emulated"
+            objects = compile_all([COMPILER, "-Werror"], Path(folder))
+            made = Path(folder) / "emulated"
             command = [COMPILER, *FLAGS, "-static", "-pthread", source, *objects, "-lm", "-o", made]
             subprocess.run(command, check=True)
             made.replace(output)

@@ -55,6 +55,15 @@ def library(monkeypatch, tmp_path):
     native._library.cache_clear()
 
 
+def test_kernels_compile_without_a_warning(build, tmp_path):
+    """Here, not where a user builds: another compiler may warn of more."""
+    assert "-Wall" in build.FLAGS
+    assert "-Werror" not in build.FLAGS
+    build.compile_all(["gcc", "-Werror", "-fsyntax-only"], tmp_path)
+    with pytest.raises(subprocess.CalledProcessError):
+        build.compile_all(["gcc", "-Werror", "-fsyntax-only", "-Wunused-parameter"], tmp_path)
+
+
 def test_without_a_compiler_nothing_is_built(build, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert build.build(tmp_path / "kernels.so") is None
