@@ -14,15 +14,15 @@ import attrs
 from halogen_core.engine.batch import Row, build_step
 from halogen_core.engine.flight import Flight
 from halogen_core.engine.generation import (
-    Generation,
     check,
+    finish_reason,
     generation_of,
     item_of,
     sequence_of,
     timings_of,
 )
 from halogen_core.engine.grammar import Grammars
-from halogen_core.engine.measures import StepMeasures
+from halogen_core.engine.measures import StepMeasures, memory_gauges
 from halogen_core.engine.outputs import failed, logprobs_of, prompt_logprobs, refused
 from halogen_core.engine.protocol import (
     EngineInfo,
@@ -126,8 +126,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts and gauges now."""
-        pool = self.blocks.stats()
-        telemetry = self.runner.backend.counters()
+        pool, backend = self.blocks.stats(), self.runner.backend
+        telemetry = backend.counters()
         counters = {**telemetry.counters, **self.scheduler.counters(), **self._counters}
         counters["steps_captured"] = self.runner.captured_steps
         counters["steps_eager"] = self.runner.eager_steps
@@ -141,18 +141,14 @@ class Engine:
             blocks_cached=pool.cached,
             blocks_pinned=pool.pinned,
             counters=counters,
-            gauges={**telemetry.gauges, **self.scheduler.gauges(), **self._memory()},
+            gauges={
+                **telemetry.gauges,
+                **self.scheduler.gauges(),
+                **memory_gauges(self.plan, backend.memory()),
+                "model_load_seconds": self.load_s,
+            },
             histograms=self.measures.snapshot(),
         )
-
-    def _memory(self) -> dict[str, float]:
-        """The pools of the memory plan, and what the device says is free."""
-        pools = {(p.tier, p.name): p.bytes for p in self.plan.pools}
-        pools |= {(tier.name, "free"): tier.free for tier in self.runner.backend.memory()}
-        named = {
-            f"device_memory_bytes{{tier={t},pool={p}}}": float(n) for (t, p), n in pools.items()
-        }
-        return {**named, "model_load_seconds": self.load_s}
 
     def close(self) -> None:
         """Release the device."""
@@ -267,18 +263,14 @@ class Engine:
         now = self.clock()
         if generation.first_token is None:
             generation.first_token = now
-        reason = None
-        if token in generation.end_tokens or generation.sampler.complete:
-            reason = "stop"
-        elif generation.sampler.num_generated >= sequence.max_new_tokens:
-            reason = "length"
+        reason = finish_reason(sequence, token)
         if reason:
             self._end(sequence)
         output = TokenOutput(
             request_id=generation.request.request_id,
             token_ids=[token],
             logprobs=[logprobs] if logprobs else [],
-            prompt_logprobs=self._prompt_logprobs(sequence, generation),
+            prompt_logprobs=prompt_logprobs(sequence),
             finish_reason=reason,
             stop_token_id=token if token in generation.end_tokens else None,
             cached_tokens=sequence.num_cached_tokens,
@@ -286,13 +278,6 @@ class Engine:
         )
         generation.reported = True
         return output
-
-    def _prompt_logprobs(
-        self, sequence: KVSequence, generation: Generation
-    ) -> list[TokenLogprobs | None]:
-        if not generation.request.prompt_logprobs or generation.reported:
-            return []
-        return prompt_logprobs(generation.prompt_logprobs, sequence.num_prompt_tokens)
 
     def _fail(self, sequence: KVSequence, code: str, text: str) -> TokenOutput:
         self._end(sequence)

@@ -111,6 +111,14 @@ def generation_of(sequence: KVSequence) -> Generation:
     return sequence.payload
 
 
+def finish_reason(sequence: KVSequence, token: int) -> str | None:
+    """Why the answer is over with `token`, which was recorded; None: it is not."""
+    generation = generation_of(sequence)
+    if token in generation.end_tokens or generation.sampler.complete:
+        return "stop"
+    return "length" if generation.sampler.num_generated >= sequence.max_new_tokens else None
+
+
 def timings_of(generation: Generation, now: float) -> Timings:
     started = generation.started if generation.started is not None else now
     first = generation.first_token if generation.first_token is not None else now

@@ -1,12 +1,14 @@
-"""Times and sizes of steps, as histograms that cost a bisection each."""
+"""Times and sizes of steps, as histograms that cost a bisection each; memory as gauges."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import attrs
 
 from halogen_core.engine.protocol import Histogram
+from halogen_core.spi import MemoryPlan, MemoryTier
 
 SECONDS = (1e-4, 2e-4, 5e-4, *(d * 10.0**e for e in (-3, -2, -1, 0) for d in (1, 2, 5)), 10.0)
 TOKENS = tuple(float(1 << i) for i in range(15))
@@ -52,3 +54,10 @@ class StepMeasures:
             **{f"step_seconds{{phase={name}}}": getattr(self, name).snapshot() for name in phases},
             "step_tokens": self.tokens.snapshot(),
         }
+
+
+def memory_gauges(plan: MemoryPlan, tiers: Iterable[MemoryTier]) -> dict[str, float]:
+    """Bytes of the pools of `plan`, and what `tiers` say is free; by metric name, with labels."""
+    pools = {(p.tier, p.name): p.bytes for p in plan.pools}
+    pools |= {(tier.name, "free"): tier.free for tier in tiers}
+    return {f"device_memory_bytes{{tier={t},pool={p}}}": float(n) for (t, p), n in pools.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from halogen_core.engine.generation import generation_of
 from halogen_core.engine.protocol import GenerateRequest, TokenLogprobs, TokenOutput
 from halogen_core.engine.runner import StepResult
 from halogen_core.errors import HalogenError
+from halogen_core.scheduler.sequence import Sequence as KVSequence
 
 
 def refused(request: GenerateRequest, error: HalogenError) -> TokenOutput:
@@ -39,8 +39,9 @@ def logprobs_of(result: StepResult, row: int, wanted: int) -> TokenLogprobs | No
     )
 
 
-def prompt_logprobs(
-    kept: Mapping[int, TokenLogprobs], num_prompt_tokens: int
-) -> list[TokenLogprobs | None]:
-    """Of every prompt token in order; the first has none."""
-    return [kept.get(i) for i in range(num_prompt_tokens)]
+def prompt_logprobs(sequence: KVSequence) -> list[TokenLogprobs | None]:
+    """Of every prompt token in order, with the first output if asked for; the first has none."""
+    generation = generation_of(sequence)
+    if not generation.request.prompt_logprobs or generation.reported:
+        return []
+    return [generation.prompt_logprobs.get(i) for i in range(sequence.num_prompt_tokens)]

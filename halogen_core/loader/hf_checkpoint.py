@@ -14,9 +14,10 @@ import numpy as np
 
 from halogen_core.errors import ModelError
 from halogen_core.loader.content import content_hash
-from halogen_core.loader.failures import damaged, foreign, missing, unfit
+from halogen_core.loader.failures import damaged, unfit
 from halogen_core.loader.hf_config import HFConfig, read_config, read_json
-from halogen_core.loader.int8 import SCALES_FILE, Int8, read_int8
+from halogen_core.loader.hf_files import inside, weight_files
+from halogen_core.loader.int8 import Int8, read_int8
 from halogen_core.loader.packed_matrix import PackedMatrix, packed_matrices, stacked
 from halogen_core.loader.quantised import read_scheme
 from halogen_core.loader.safetensors import SafetensorsEntry, SafetensorsFile, read_safetensors
@@ -25,9 +26,7 @@ from halogen_core.spi.float8 import FLOAT8
 from halogen_core.spi.operations import QuantTensor, RopeStyle
 
 logger = logging.getLogger(__name__)
-_INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TEXT_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # scales of a KV cache in fp8 are for a storage that is not ours
@@ -137,9 +136,9 @@ class HFCheckpoint:
 
 def open_directory(directory: Path) -> HFCheckpoint:
     """Open a directory with config.json and safetensors; raises `ModelError`."""
-    config = read_config(_inside(directory, "config.json"))
-    files = [read_safetensors(path) for path in _weight_files(directory)]
-    table = read_json(_inside(directory, "config.json"))
+    config = read_config(inside(directory, "config.json"))
+    files = [read_safetensors(path) for path in weight_files(directory)]
+    table = read_json(inside(directory, "config.json"))
     int8 = read_int8(directory, table)
     scheme = read_scheme(directory / "config.json", table)
     if scheme is not None and scheme.note:
@@ -152,68 +151,6 @@ def open_directory(directory: Path) -> HFCheckpoint:
         config=config,
         sources=_sources(directory, config, files, int8, packed, plain_types),
         int8=int8,
-    )
-
-
-# ---------------------------------------------------------------- files
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """The file called `name` there; refuses names and links that lead out of the model.
-
-    The hub's cache is allowed: `models--x/snapshots/<rev>/file` links to `models--x/blobs/<hash>`.
-    """
-    path = directory / name
-    root = directory.resolve()
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    if Path(name).name == name and path.resolve().parent in allowed:
-        return path
-    raise ModelError(
-        f"`{path}` leads out of the model's directory",
-        code="HRT-2013",
-        fix="copy the file into the directory, or download the model again",
-    )
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).is_file():
-        weight_map = read_json(_inside(directory, _INDEX)).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise damaged(directory / _INDEX, "it has no `weight_map`")
-        names = sorted(set(weight_map.values()))
-    else:
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
-        names = [name for name in names if name != SCALES_FILE]
-        if "model.safetensors" in names:
-            names = ["model.safetensors"]
-    paths = [_inside(directory, name) for name in names]
-    absent = [path for path in paths if not path.is_file()]
-    if absent:
-        raise missing(absent[0], f"{len(absent)} of {len(paths)} weight files are not there")
-    if not paths:
-        raise _no_weights(directory)
-    return paths
-
-
-def _no_weights(directory: Path) -> ModelError:
-    pickles = [path.name for pattern in _PICKLES for path in directory.glob(pattern)]
-    return (
-        refuse_pickle(directory / pickles[0])
-        if pickles
-        else foreign(directory, "it has no .safetensors files")
-    )
-
-
-def refuse_pickle(path: Path) -> ModelError:
-    """Pickled weights run code when they are read."""
-    return ModelError(
-        f"`{path}` is a pickle, which may run any code when read; halogen never opens one",
-        code="HRT-2010",
-        fix="take the model's safetensors, or convert it in a place you can afford to lose",
     )
 
 

@@ -8,7 +8,8 @@ from halogen_core.loader.architecture import check_model
 from halogen_core.loader.failures import foreign, missing
 from halogen_core.loader.gguf_checkpoint import GGUFCheckpoint, open_gguf
 from halogen_core.loader.gguf_tokenizer import gguf_tokenizer
-from halogen_core.loader.hf_checkpoint import HFCheckpoint, open_directory, refuse_pickle
+from halogen_core.loader.hf_checkpoint import HFCheckpoint, open_directory
+from halogen_core.loader.hf_files import refuse_pickle
 from halogen_core.loader.hf_tokenizer import hf_tokenizer
 from halogen_core.loader.tokenizer import Tokenizer
 from halogen_core.spi.model import Checkpoint

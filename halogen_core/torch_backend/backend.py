@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halogen_core.errors import ConfigError
 from halogen_core.spi.abilities import KernelPack
 from halogen_core.spi.backend import Capabilities, Replay
 from halogen_core.spi.conversions import Conversions
@@ -45,11 +44,11 @@ from halogen_core.torch_backend import host_memory, kv, scaled, weights
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 from halogen_core.torch_backend.invariant import InvariantTorchOps, claim_holds
 from halogen_core.torch_backend.ops import TorchOps
+from halogen_core.torch_backend.options import DTYPES, chosen_dtype, refuse_unknown
 from halogen_core.torch_backend.packs import serve
 from halogen_core.torch_backend.signatures import refusals
 from halogen_core.torch_backend.step import carry, upload_step
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -81,8 +80,8 @@ class TorchBackend:
         self.device = torch.device(device)
         self.name = name
         self.description = description or f"{name} on {self.device}"
-        self._refuse_unknown_options()
-        self.dtype = self._choose_dtype(dtype)
+        refuse_unknown(self.options.extra, self.option_keys, name)
+        self.dtype = chosen_dtype(self.options.extra, dtype or torch.float32)
         if self.options.threads is not None:
             torch.set_num_threads(self.options.threads)
         self._cost = LinearCost()
@@ -240,28 +239,6 @@ class TorchBackend:
         kind = self.invariant_ops_class if self.invariant else self.ops_class
         assert kind is not None
         return kind(self.dtype)
-
-    def _refuse_unknown_options(self) -> None:
-        for key in self.options.extra:
-            if key not in self.option_keys:
-                raise ConfigError(
-                    f"backend option `{key}` is unknown to `{self.name}`; known are "
-                    f"{', '.join(self.option_keys)}",
-                    code="HRT-3105",
-                    fix="check --backend-option",
-                )
-
-    def _choose_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        asked = self.options.extra.get("dtype")
-        if asked is None:
-            return dtype or torch.float32
-        if asked not in DTYPES:
-            raise ConfigError(
-                f"backend option `dtype` is `{asked}`; allowed are {', '.join(DTYPES)}",
-                code="HRT-3106",
-                fix="check --backend-option dtype=...",
-            )
-        return DTYPES[asked]
 
     def _place(self, op: str) -> Placement:
         own = self._own_place(op)
