@@ -54,6 +54,7 @@ from halogen_triton import (
     tuned,
 )
 from halogen_triton import options as chosen
+from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning
 from halogen_triton.ops import TritonOps
 
@@ -160,6 +161,7 @@ class TritonBackend(TorchBackend):
         ):  # fmt: skip
             return self._pack_dense(parts, role)
         payload = self._joined(parts, role)
+        self.triton_ops.rounds |= isinstance(payload, Int8)
         axis = 1 if role is WeightRole.EXPERTS else 0
         weight = PackedWeight[Tensor](
             payload=payload,

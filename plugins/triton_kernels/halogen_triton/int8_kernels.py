@@ -7,7 +7,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
+from halogen_triton.pointwise_kernels import gate_and_up, gated, normed_row, pdl_launch, pdl_wait
+
+
+@triton.jit
+def scale_of(most):
+    """Of a row whose values go up to `most` in magnitude."""
+    return tl.maximum(most / 127.0, 1e-30)
+
+
+@triton.jit
+def code_of(v, scale):
+    """int8 codes of values: symmetric, to nearest, halves to even."""
+    # adding and taking away 1.5 * 2^23 rounds halves to even
+    code = (v / scale + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def store_rounded(v, codes, scales, t, k, K):
+    """Row t, whole in v (0 past its end), as codes and scale."""
+    scale = scale_of(tl.max(tl.abs(v), 0))
+    tl.store(scales + t, scale)
+    tl.store(codes + t * K + k, code_of(v, scale), mask=k < K)
 
 
 @triton.jit
@@ -21,17 +43,54 @@ def round_rows(x, codes, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.const
     for k0 in range(0, K, BLOCK):
         v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(v))
-    scale = tl.maximum(tl.max(most, 0) / 127.0, 1e-30)
+    scale = scale_of(tl.max(most, 0))
     tl.store(scales + t, scale)
     for k0 in range(0, K, BLOCK):
         v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        # adding and taking away 1.5 * 2^23 rounds halves to even
-        code = (v / scale + 12582912.0) - 12582912.0
-        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-        tl.store(codes + t * K + k0 + k, code.to(tl.int8), mask=k0 + k < K)
+        code = code_of(v, scale)
+        tl.store(codes + t * K + k0 + k, code, mask=k0 + k < K)
 
 
 @triton.jit
+def rms_norm_rounded(
+    x,
+    residual,
+    weight,
+    y,
+    total,
+    codes,
+    scales,
+    H,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`rms_norm`, and what `round_rows` makes of its y; grid (T,)."""
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    v = normed_row(x, residual, weight, total, t, c, H, eps, ADD, PDL).to(y.dtype.element_ty)
+    tl.store(y + t * H + c, v, mask=c < H)
+    store_rounded(v.to(tl.float32), codes, scales, t, c, H)
+
+
+@triton.jit
+def gated_rounded(
+    x, codes, scales, F, x_stride, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+):
+    """What `round_rows` makes of `gated_act`; grid (T,)."""
+    pdl_launch(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, BLOCK)
+    pdl_wait(PDL)
+    gate, up = gate_and_up(x, t, f, f < F, F, x_stride)
+    # as if it had been stored between
+    v = gated(gate, up, KIND).to(x.dtype.element_ty)
+    store_rounded(v.to(tl.float32), codes, scales, t, f, F)
+
+
+@triton.jit(do_not_specialize=["M"])
 def int8_gemm(
     x,
     x_scales,

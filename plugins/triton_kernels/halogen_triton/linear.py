@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halogen_triton import linear_kernels as kernels
 from halogen_triton.dense import dense, dense_rule
-from halogen_triton.int8 import Int8, int8_linear, round_rows
+from halogen_triton.int8 import Int8, RoundedRows, int8_linear, round_rows
 from halogen_triton.interpreter import repair
 from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.plane_kernels import ZEROS
@@ -60,7 +60,7 @@ class ExpertRows:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | RoundedRows,
     weight: Weight,
     tuning: Tuning,
     *,
@@ -72,11 +72,18 @@ def linear(
     """X [T, K] times weight [N, K] transposed, plus bias: [T, N].
 
     With `activation` (see `pointwise_kernels.gated`; where `gates` allows it) the weight is gate
-    over up and the result [T, N / 2]. `joins` are counters as `attention` takes them.
+    over up and the result [T, N / 2]. `joins` are counters as `attention` takes them. Rounded rows
+    go through W8A8 weights alone.
     """
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
+    if isinstance(x, RoundedRows):
+        assert isinstance(weight, Int8)
+        y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
+        if rows:
+            int8_linear(y, x, weight, tuning, bias)
+        return y
     rule = dense_rule(weight, tuning, rows, n, pairs=int(activation > 0))
     if rule is not None:
         assert isinstance(weight, Tensor)

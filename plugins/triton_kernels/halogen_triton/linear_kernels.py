@@ -80,7 +80,7 @@ def plane_gemv(
     tl.store(y + n, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def dense_gemm(
     x,
     weight,
@@ -139,7 +139,7 @@ def expert_rows(m, M, row_ids, block_expert, top_k, EXPERTS: tl.constexpr):
     return tl.where(m < M, m, 0), m, expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def plane_gemm(
     x,
     codes,

@@ -30,6 +30,7 @@ from halogen_triton.attention import (
     attention_plan,
 )
 from halogen_triton.dense import Normed, Product, dense, dense_rule, to_heads, to_stream
+from halogen_triton.int8 import Int8, RoundedRows, gated_rounded, rms_norm_rounded
 from halogen_triton.kv import payload
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import embedding_rows, expert_linear, gates, linear
@@ -47,7 +48,7 @@ from halogen_triton.sampling import DrawTensors, draw, draw_arrays, draw_tensors
 from halogen_triton.tiles import Tiles
 
 Weight = PackedWeight[Tensor]
-Rows = Tensor | Normed | Product
+Rows = Tensor | Normed | Product | RoundedRows
 _JOINS = 1 << 19
 """Counters of kernels whose last program joins what others left; each leaves them at 0."""
 _FUSED = frozenset(OPS) - {"attention", "sample"}
@@ -57,7 +58,8 @@ class TritonOps(TorchOps):
     """Ops for one device; `flash_threshold` may be changed while running.
 
     In decode steps of dense weights a `linear` or a norm is only made by the op after it, with
-    which it may share a kernel (`halogen_triton.dense`); `settled` makes it at once.
+    which it may share a kernel (`halogen_triton.dense`); `settled` makes it at once. In models with
+    W8A8 weights norms and gated activations round their rows themselves (`halogen_triton.int8`).
     """
 
     def __init__(self, dtype: torch.dtype, tuning: Tuning, device: torch.device) -> None:
@@ -70,6 +72,8 @@ class TritonOps(TorchOps):
         self._joins = torch.zeros(_JOINS, dtype=torch.int32, device=device)
         self.attention_calls: Counter[str] = Counter()
         """Calls by path: `direct`, `flash` (split over programs), `prefill`."""
+        self.rounds = False
+        """W8A8 weights were packed, so norms leave their rows in both forms."""
 
     def embed(self, token_ids: Tensor, table: Weight, *, scale: float = 1.0) -> Tensor:
         if isinstance(table.payload, Planes | Tiles):
@@ -82,10 +86,13 @@ class TritonOps(TorchOps):
             return x.settled(pdl=self.tuning.pdl)
         if isinstance(x, Product):
             return dense(x.x, x.weight, x.rule, bias=x.bias, joins=self._joins)
+        if isinstance(x, RoundedRows):
+            assert x.exact is not None
+            return x.exact
         return x
 
-    def rms_norm(self, x: Rows, weight: Weight, *, eps: float) -> Tensor:
-        return rms_norm(self._rows(x), weight.payload, eps, pdl=self.tuning.pdl)[0]
+    def rms_norm(self, x: Rows, weight: Weight, *, eps: float) -> Rows:  # type: ignore[override]
+        return self._norm(x, None, weight, eps)[0]
 
     def add_rms_norm(  # type: ignore[override]
         self, x: Rows, residual: Tensor, weight: Weight, *, eps: float
@@ -96,7 +103,13 @@ class TritonOps(TorchOps):
             x = attrs.evolve(x, x=self.settled(x.x))
             normed = to_stream(x, residual, weight.payload, eps, self._joins)
             return normed, normed.stream
-        return rms_norm(self._rows(x), weight.payload, eps, residual=residual, pdl=self.tuning.pdl)
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(
+        self, x: Rows, residual: Tensor | None, weight: Weight, eps: float
+    ) -> tuple[Rows, Tensor]:
+        norm = rms_norm_rounded if self.rounds and self._fuses else rms_norm
+        return norm(self._rows(x), weight.payload, eps, residual=residual, pdl=self.tuning.pdl)
 
     def linear(  # type: ignore[override]
         self, x: Rows, weight: Weight, *, bias: Weight | None = None
@@ -106,7 +119,9 @@ class TritonOps(TorchOps):
         if rule is not None and rule.edges and self._fuses:
             x = x if isinstance(x, Normed) else self._rows(x)
             return Product(x, weight.payload, own, rule)
-        return linear(self._rows(x), weight.payload, self.tuning, bias=own, joins=self._joins)
+        rounded = isinstance(x, RoundedRows) and isinstance(weight.payload, Int8)
+        rows = x if rounded else self._rows(x)
+        return linear(rows, weight.payload, self.tuning, bias=own, joins=self._joins)
 
     @property
     def _fuses(self) -> bool:
@@ -190,6 +205,8 @@ class TritonOps(TorchOps):
         elif gates(x.shape[0], weight, self.tuning):
             rows = self._rows(x)
             inner = linear(rows, weight, self.tuning, activation=act, joins=self._joins)
+        elif isinstance(down.payload, Int8) and self._fuses:
+            inner = gated_rounded(self._rows(self.linear(x, gate_up)), act, pdl=self.tuning.pdl)
         else:
             return super().mlp(self._rows(x), gate_up, down, kind)
         return self.linear(inner, down)

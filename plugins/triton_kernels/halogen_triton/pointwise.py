@@ -48,7 +48,14 @@ def gated_act(x: Tensor, activation: int, *, pdl: bool = False) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         kernels.gated_act[(rows, triton.cdiv(width, block))](
-            x, y, width, x.stride(0), BLOCK=block, KIND=activation, PDL=pdl, **_options(4, pdl)
+            x,
+            y,
+            width,
+            x.stride(0),
+            BLOCK=block,
+            KIND=activation,
+            PDL=pdl,
+            **launch_options(4, pdl),
         )
     return y
 
@@ -64,7 +71,7 @@ def rms_norm(
         kernels.rms_norm[(x.shape[0],)](
             x, x if residual is None else residual, weight, y, total, x.shape[1], eps,
             BLOCK=block, ADD=residual is not None, PDL=pdl,
-            **_options(min(max(block // 512, 1), 16), pdl),
+            **launch_options(row_warps(block), pdl),
         )  # fmt: skip
     return y, total
 
@@ -115,10 +122,16 @@ def qkv_rope_store(  # noqa: PLR0913 (one fused op of the seam)
         K_NORM=k_norm is not None,
         STORE=kv.store,
         PDL=pdl,
-        **_options(4, pdl),
+        **launch_options(4, pdl),
     )
     return q
 
 
-def _options(warps: int, pdl: bool) -> dict[str, int | bool]:
+def row_warps(block: int) -> int:
+    """Warps of a program that holds a row, `block` elements, in registers."""
+    return min(max(block // 512, 1), 16)
+
+
+def launch_options(warps: int, pdl: bool) -> dict[str, int | bool]:
+    """Compiler options of a small kernel."""
     return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}

@@ -43,6 +43,14 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
+def gate_and_up(x, t, f, inside, F, x_stride):
+    """Columns f of x[t, :F] and x[t, F:] in float32, 0 past their end."""
+    gate = tl.load(x + t * x_stride + f, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + t * x_stride + F + f, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def gated_act(x, y, F, x_stride, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """y [T, F] = act(x[:, :F]) * x[:, F:]; grid (T, blocks of F)."""
     pdl_launch(PDL)
@@ -50,9 +58,24 @@ def gated_act(x, y, F, x_stride, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: t
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
     pdl_wait(PDL)
-    gate = tl.load(x + t * x_stride + f, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + t * x_stride + F + f, mask=inside, other=0.0).to(tl.float32)
+    gate, up = gate_and_up(x, t, f, inside, F, x_stride)
     tl.store(y + t * F + f, gated(gate, up, KIND).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normed_row(x, residual, weight, total, t, c, H, eps, ADD: tl.constexpr, PDL: tl.constexpr):
+    """RMSNorm of row t in float32, 0 past its end; with ADD of x + residual, which goes to `total`."""
+    inside = c < H
+    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    v = tl.load(x + t * H + c, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(residual + t * H + c, mask=inside, other=0.0).to(tl.float32)
+        rounded = v.to(total.dtype.element_ty)
+        tl.store(total + t * H + c, rounded, mask=inside)
+        v = rounded.to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / H + eps)
+    return v * r * w
 
 
 @triton.jit
@@ -72,17 +95,8 @@ def rms_norm(
     pdl_launch(PDL)
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    inside = c < H
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    pdl_wait(PDL)
-    v = tl.load(x + t * H + c, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        v += tl.load(residual + t * H + c, mask=inside, other=0.0).to(tl.float32)
-        rounded = v.to(total.dtype.element_ty)
-        tl.store(total + t * H + c, rounded, mask=inside)
-        v = rounded.to(tl.float32)
-    r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / H + eps)
-    tl.store(y + t * H + c, (v * r * w).to(y.dtype.element_ty), mask=inside)
+    v = normed_row(x, residual, weight, total, t, c, H, eps, ADD, PDL)
+    tl.store(y + t * H + c, v.to(y.dtype.element_ty), mask=c < H)
 
 
 @triton.jit
