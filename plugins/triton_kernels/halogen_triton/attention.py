@@ -204,6 +204,7 @@ def _prefill(
         SINKS=sinks is not None,
         STORE=kv.store,
         UNMASKED=plan.prefill.unmasked,
+        GROUPED=plan.prefill.grouped and kv.scales is not None,
         **plan.prefill.options,
     )
 
@@ -299,6 +300,7 @@ def _decode(
         DIRECT=not split,
         UNMASKED=plan.decode.unmasked,
         LAZY=plan.decode.lazy,
+        GROUPED=plan.decode.grouped and kv.scales is not None,
         PDL=plan.decode.pdl,
         **plan.decode.options,
     )

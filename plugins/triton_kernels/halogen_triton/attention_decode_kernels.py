@@ -53,7 +53,7 @@ def owner(tile, each, more):
     return tl.where(tile < large, tile // (each + 1), more + rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "table_stride"])
 def decode(
     q,
     k,
@@ -92,6 +92,7 @@ def decode(
     DIRECT: tl.constexpr,
     UNMASKED: tl.constexpr,
     LAZY: tl.constexpr,
+    GROUPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sequences with at most MAX_DECODE queries; SINGLE: all have exactly one.
@@ -146,7 +147,7 @@ def decode(
         acc, m_i, l_i = attend_range(
             qt, k, ks, v, vs, table, low, low + count * BN, length - n_q, length, head, positions,
             qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP, STORE, UNMASKED,
-            LAZY,
+            LAZY, GROUPED,
         )  # fmt: skip
         if DIRECT:
             finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)

@@ -184,7 +184,7 @@ def _group(
         gl.store(out + at[:, None] + d[None, :], result, mask=(r < rows)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["S", "table_stride"])
 def prefill(
     q, kv, tables, seq_lens, starts, out, qk_scale, S, table_stride, q_stride,
     HQ: gl.constexpr, HKV: gl.constexpr, PAGE: gl.constexpr, S_PAD: gl.constexpr,

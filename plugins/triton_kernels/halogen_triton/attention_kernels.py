@@ -15,7 +15,7 @@ import triton.language as tl
 from halogen_triton.attention_tiles import attend_range, finish, load_q, query_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "table_stride"])
 def prefill(
     q,
     k,
@@ -46,6 +46,7 @@ def prefill(
     SINKS: tl.constexpr,
     STORE: tl.constexpr,
     UNMASKED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """Sequences with more than MAX_DECODE queries: a program is BM // G query tokens of a KV head.
 
@@ -79,6 +80,6 @@ def prefill(
     acc, m_i, l_i = attend_range(
         qt, k, ks, v, vs, tables + seq.to(tl.int64) * table_stride, begin, end, before, end, head,
         length - n_q + token, qk_scale, softcap, HKV, D, D_PAD, PAGE, BM, BN, WINDOW, SOFTCAP,
-        STORE, UNMASKED, False,
+        STORE, UNMASKED, False, GROUPED,
     )  # fmt: skip
     finish(acc, m_i, l_i, sinks, h, out, first_row, token, valid, HQ, D, D_PAD, SINKS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halogen_triton.attention_q8 import q8_scores, q8_sums
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NATIVE = tl.constexpr(0)
 Q8_0 = tl.constexpr(1)
@@ -128,17 +130,22 @@ def attend(
     SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
     LAZY: tl.constexpr,
+    GROUPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of BN keys from n0: new (acc, m_i, l_i); m_i in log2 units; qk_scale is positive.
 
     LAZY: l_i [BM, BN] is summed over keys at the end, not over the warps of every tile.
+    GROUPED: q and acc come as [D_PAD / 32, BM, 32], see `attention_q8`.
     """
     n = tl.arange(0, BN)
     inside = n0 + n < end
     rows = rows_of_keys(table, low_block, high_block, n0, n, inside, head, HKV, PAGE, BN)
-    kt = kv_tile(k, ks, rows, inside, D, D_PAD, BN, STORE, True, MASKED, q.dtype)
-    s = tl.dot(q, kt, input_precision="ieee")
+    if GROUPED:
+        s = q8_scores(q, k, ks, rows, inside, D, D_PAD)
+    else:
+        kt = kv_tile(k, ks, rows, inside, D, D_PAD, BN, STORE, True, MASKED, q.dtype)
+        s = tl.dot(q, kt, input_precision="ieee")
     # scores become log2 units on their way into exp2, one multiply-add each
     unit = qk_scale * LOG2E
     if SOFTCAP:
@@ -161,8 +168,11 @@ def attend(
         l_i = l_i * alpha[:, None] + p
     else:
         l_i = l_i * alpha + tl.sum(p, 1)
-    vt = kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
-    acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
+    if GROUPED:
+        acc = q8_sums(acc * alpha[None, :, None], p, v, vs, rows, inside, D, D_PAD, q.dtype)
+    else:
+        vt = kv_tile(v, vs, rows, inside, D, D_PAD, BN, STORE, False, MASKED, q.dtype)
+        acc = tl.dot(p.to(q.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l_i
 
 
@@ -193,13 +203,18 @@ def attend_range(
     STORE: tl.constexpr,
     UNMASKED: tl.constexpr,
     LAZY: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """(acc, m_i, l_i) of keys low to high, low a multiple of BN. `before` is the first query's
     position: tiles that end at or before it need no mask, and with UNMASKED get a loop of their own.
     """
     m_i = tl.full([BM], float("-inf"), tl.float32)
     l_i = tl.zeros([BM, BN] if LAZY else [BM], tl.float32)
-    acc = tl.zeros([BM, D_PAD], tl.float32)
+    if GROUPED:
+        acc = tl.zeros([D_PAD // 32, BM, 32], tl.float32)
+        q = tl.permute(tl.reshape(q, [BM, D_PAD // 32, 32]), (1, 0, 2))
+    else:
+        acc = tl.zeros([BM, D_PAD], tl.float32)
     # one tile ahead, so that no load of K waits for a load of the table
     low_block, high_block = blocks_of(table, low, end, PAGE, BN)
     if UNMASKED and WINDOW == 0:
@@ -209,7 +224,7 @@ def attend_range(
             acc, m_i, l_i = attend(
                 acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head,
                 positions, qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, LAZY,
-                False,
+                GROUPED, False,
             )  # fmt: skip
             low_block, high_block = next_low, next_high
         low = seen
@@ -217,11 +232,14 @@ def attend_range(
         next_low, next_high = blocks_of(table, n0 + BN, end, PAGE, BN)
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q, k, ks, v, vs, table, low_block, high_block, n0, end, head, positions,
-            qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, LAZY, True,
+            qk_scale, softcap, HKV, D, D_PAD, PAGE, BN, WINDOW, SOFTCAP, STORE, LAZY, GROUPED,
+            True,
         )  # fmt: skip
         low_block, high_block = next_low, next_high
     if LAZY:
         l_i = tl.sum(l_i, 1)
+    if GROUPED:
+        acc = tl.reshape(tl.permute(acc, (1, 0, 2)), [BM, D_PAD])
     return acc, m_i, l_i
 
 

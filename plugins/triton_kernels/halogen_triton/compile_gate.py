@@ -100,11 +100,12 @@ def compile_launch(launched: Launched, target: str) -> Any:
     hints: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, param in enumerate(launched.kernel.params):
         value = launched.arguments[param.name]
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+        specialised = type(value) is int and not param.do_not_specialize
+        if param.is_constexpr or value is None or (specialised and value == 1):
             signature[param.name], constants[param.name] = "constexpr", value
             continue
         signature[param.name] = _type_of(value)
-        if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
+        if isinstance(value, Tensor) or (specialised and value % 16 == 0):
             hints[(index,)] = [["tt.divisibility", 16]]
     kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
     source = kind(fn=launched.kernel, signature=signature, constexprs=constants, attrs=hints)

@@ -2,7 +2,7 @@
 
 Up to Triton 3.9 it multiplies the raw bit patterns of bfloat16 in `tl.dot`, and a mask made from a
 scalar and a tensor condition comes out as int32, which masked loads and stores refuse. It cuts
-float32 off to bfloat16, where hardware rounds to the nearest.
+float32 off to bfloat16, where hardware rounds to the nearest, and takes integers for its bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def repair() -> None:
         return dot(self, widen(a), widen(b), *rest, **named)
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+        exact = source.dtype.scalar == tl.float32 or source.dtype.scalar.is_int()
+        if exact and kind.scalar == tl.bfloat16:
             return handle(rounded(source.data), kind.scalar)
         return cast(self, source, kind)
 

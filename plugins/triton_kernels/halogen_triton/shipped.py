@@ -23,7 +23,7 @@ from halogen_triton.attention import (
     attention_plan,
 )
 from halogen_triton.dense import Normed, Product, dense, dense_rule, to_heads, to_stream
-from halogen_triton.int8 import Int8
+from halogen_triton.int8 import Int8, gated_rounded, rms_norm_rounded
 from halogen_triton.launch import Tuning, tuning
 from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, gates, linear
 from halogen_triton.planes import PLANE_FORMATS, Planes
@@ -68,7 +68,7 @@ def _attention(table: Tuning) -> Iterator[Case]:
     for heads, (hq, hkv, d) in _HEADS.items():
         options = [("bf16", {}), ("q8_0", {}), ("f8_e5m2", {})]
         if d == 256:
-            options = [("bf16", {"window": 512}), ("bf16", {})]
+            options = [("bf16", {"window": 512}), ("bf16", {}), ("q8_0", {})]
         for store, extra in options:
             shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5, **extra)
             kv = _layer_kv(store, hkv, d)
@@ -175,6 +175,12 @@ def _linear(table: Tuning) -> Iterator[Case]:
         for rows in (1, 64):
             x = _meta(rows, k)
             yield f"linear W8A8 rows {rows}", lambda x=x: linear(x, int8, table)
+        norm, x, wide = _meta(k, dtype=torch.float32), _meta(8, k), _meta(8, 2 * n)
+        yield (
+            "norm W8A8 3584",
+            lambda: rms_norm_rounded(x, norm, 1e-6, residual=x, pdl=table.pdl),
+        )
+        yield "gated W8A8 18944", lambda: gated_rounded(wide, 1, pdl=table.pdl)
     rows = ExpertRows(
         row_ids=_ints(64 * 192), block_expert=_ints(192), block_m=64, pairs=4096, top_k=8
     )

@@ -51,6 +51,33 @@ assert engine.runner.captured_steps and engine.runner.eager_steps
 """
 
 
+LENGTHS = """
+from halogen_triton.attention import HeadShape, LayerKV, Sequences, attention
+from halogen_triton.linear import linear
+from halogen_triton.int8 import Int8
+from halogen_triton.launch import tuning
+
+def ints(*shape):
+    return torch.empty(*shape, dtype=torch.int32, device="meta")
+
+def half(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+table = tuning(sys.argv[2])
+plan = backend.triton_ops.attention_plan(64, quantised=False)
+shape = HeadShape(num_heads=2, num_kv_heads=1, head_dim=64, scale=1.0)
+kv = LayerKV(data=half(8, 2, 1, 16, 64))
+weight = Int8(torch.empty(64, 64, dtype=torch.int8, device="meta"), torch.empty(64, device="meta"))
+for sequences, width, tokens in ((1, 1, 21), (2, 32, 32), (2, 5, 40)):
+    prompts = Sequences(
+        starts=ints(sequences + 1), seq_lens=ints(sequences), tables=ints(sequences, width),
+        num_tokens=tokens, max_query_len=tokens, has_decodes=False, has_prefills=True,
+    )
+    attention(half(tokens, 128), kv, prompts, shape, plan)
+    linear(half(tokens, 64), weight, table)
+"""
+
+
 def start(folder, arch="gfx1151", *, work=OPS):
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
     command = [sys.executable, "-c", OPEN + work + COUNT, str(folder), arch]
@@ -76,6 +103,12 @@ def test_a_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
     assert told.count("is damaged") == 4
     assert binaries[0].read_bytes() == whole
     assert start(tmp_path)[0] == [0, compiled, 0]
+
+
+def test_numbers_of_sequences_tokens_and_blocks_share_a_kernel(tmp_path):
+    """A prompt alone and beside the padding of its bucket: attention, rounding, product."""
+    (compiled, *_), _ = start(tmp_path, work=LENGTHS)
+    assert compiled == 3
 
 
 @pytest.mark.slow

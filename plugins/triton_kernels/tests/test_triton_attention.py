@@ -187,6 +187,41 @@ def test_weights_summed_at_the_end(unmasked, options):
         check(problem, "f32", launch=launch, flash=flash)
 
 
+GROUPED = AttentionPlan(
+    prefill=Launch(block_m=16, block_n=16, grouped=True, unmasked=False),
+    decode=Launch(block_n=16, grouped=True, unmasked=False),
+    programs=5,
+)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("options", [{"d": 32}, {"d": 96, "window": 24}, {"hq": 7, "hkv": 1, "d": 128}],
+                         ids=str)  # fmt: skip
+def test_products_with_q8_0_by_groups(dtype, options):
+    """Where the same products with dequantised keys and values would spill registers."""
+    for queries, flash in (([1, 1, 1], True), ([1, 1, 1], False), ([9, 1, 3], True)):
+        problem = Problem([45, 7, 20], queries, heads(**options), dtype=dtype, store="q8_0")
+        check(problem, dtype, launch=GROUPED, flash=flash)
+
+
+def test_small_weights_of_small_values_are_kept():
+    """A weight times a scale, were it rounded to float16, would be 0, and so would the result."""
+    problem = Problem([200], [1], heads(hq=2, hkv=1, d=32), dtype="f16", store="q8_0", block=16)
+    problem.q[:] = 1.0
+    keys = torch.zeros_like(problem.k64)
+    values = torch.full_like(problem.v64, 1e-4)
+    # one key, whose value is 0, outweighs each of the others by 2^11, all of them by 10
+    first = problem.tables[0, 0].long()
+    keys[first, :, 0], values[first, :, 0] = 1.35, 0.0
+    (k, ks, problem.k64), (v, vs, problem.v64) = quantise(keys, "q8_0"), quantise(values, "q8_0")
+    problem.kv = LayerKV(
+        data=torch.stack([k, v], 1).to(DEVICE),
+        scales=torch.stack([ks, vs], 1).to(DEVICE),
+        store=STORES["q8_0"],
+    )
+    check(problem, "f16", launch=GROUPED)
+
+
 def test_short_contexts_are_split_where_the_other_kernel_would_spill():
     launch = attrs.evolve(plan(programs=7), direct=False)
     check(Problem([70, 3, 33], [1, 1, 1], heads()), "f32", launch=launch, flash=False)

@@ -34,3 +34,10 @@ def test_float32_is_rounded_to_the_nearest_bfloat16():
 def test_nan_stays_nan():
     bits = rounded(np.array([np.nan, -np.nan], np.float32))
     assert torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).isnan().all()
+
+
+def test_integers_become_bfloat16_by_value():
+    codes = torch.arange(-128, 128, dtype=torch.int8).to(DEVICE)
+    found = torch.empty(256, dtype=torch.bfloat16, device=DEVICE)
+    narrow[(1,)](codes, found, N=256)
+    assert torch.equal(found, codes.bfloat16())
