@@ -44,7 +44,8 @@ def upload_arrays(arrays: list[NDArray[Any]], device: torch.device) -> list[Tens
     starts, size = [], 0
     for array in arrays:
         starts.append(size)
-        size += -(-array.nbytes // 8) * 8
+        # compilers of kernels make another one for pointers that are no multiples of 16
+        size += -(-array.nbytes // 16) * 16
     buffer = np.empty(size, dtype=np.uint8)
     for start, array in zip(starts, arrays, strict=True):
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

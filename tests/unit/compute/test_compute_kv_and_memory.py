@@ -346,6 +346,8 @@ def test_one_transfer_carries_all_arrays():
         assert [tuple(t.shape) for t in tensors] == [a.shape for a in arrays]
         assert [t.dtype for t in tensors] == [torch.int32, torch.int64, torch.bool, torch.float32]
         assert {t.device.type for t in tensors} == {device}
+    # on `meta` now: where in the buffer each begins
+    assert all(t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
 
 
 def test_close_may_be_called_twice():
