@@ -193,7 +193,7 @@ class Terminal:
             os.execv(sys.executable, [*command, *FLAGS, *flags])
         self.seen = ""
 
-    def read_until(self, pattern, seconds=40):
+    def read_until(self, pattern, seconds=120):
         until, start = time.monotonic() + seconds, len(self.seen)
         while not re.search(pattern, self.seen[start:]):
             assert time.monotonic() < until, self.seen[-3000:]
@@ -216,7 +216,7 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
-    def leave(self, seconds=30):
+    def leave(self, seconds=120):
         """End of file until the program ends: typed too early, the terminal swallows it."""
         until = time.monotonic() + seconds
         while (done := os.waitpid(self.pid, os.WNOHANG)) == (0, 0):
