@@ -77,9 +77,13 @@ def _edited_in(distribution: Any) -> Path | None:
 
 
 def _packages(folder: Path) -> list[Path]:
-    """Folders of packages in a project, also under `src`; the whole of it where there are none."""
+    """Folders of packages in a project, also under `src`, and modules that are in none.
+
+    Not the whole project: a report may be written into it.
+    """
     inits = [*folder.glob("*/__init__.py"), *folder.glob("src/*/__init__.py")]
-    return [init.parent for init in inits] or [folder]
+    single = [path for place in (".", "src") for path in folder.glob(f"{place}/*.py")]
+    return [*(init.parent for init in inits), *single]
 
 
 def _package(module: str) -> list[Path]:

@@ -94,6 +94,7 @@ EDITS = {
     "plugin": ("site/acme_npu/plugin.py", "package acme_npu.plugin"),
     "new file of the plugin": ("site/acme_npu/more.py", "package acme_npu.plugin"),
     "what it requires": ("kernels project/src/acme_kernels/__init__.py", "acme-kernels"),
+    "a module in no package": ("kernels project/src/single.py", "acme-kernels"),
     "built file": ("kernels project/src/acme_kernels/lib.so", "acme-kernels"),
     "what an installer wrote": ("site/acme_npu-1.0.dist-info/RECORD", "acme-npu"),
 }
