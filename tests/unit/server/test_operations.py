@@ -213,6 +213,20 @@ def test_an_unforeseen_error_is_a_500_that_tells_nothing(serve, monkeypatch):
         assert "secret" not in response.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_timeout_within_the_engine_is_no_silence_of_it(serve, monkeypatch, stream):
+    """The stream's own timeout, which only sends pings, must not swallow it."""
+    with serve("x", sse_ping_s="30") as server:
+
+        def expire(_request):
+            raise TimeoutError
+
+        monkeypatch.setattr(server.service.engine, "generate", expire)
+        response = server.post(CHAT, HI | {"stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["hrt_code"] == "HRT-5000"
+
+
 # -- where it listens
 
 
