@@ -5,6 +5,10 @@
 A mixed load runs through the engine: prompts of 16 to 1,500 tokens in chunks beside answers. What
 the backend would have said of each step is compared with what the engine then measured.
 Reported are relative errors of single steps and of sums over ten (what time per token is made of).
+
+The load runs through two engines in turns, step by step. "equal steps" is how far the same step of
+one is from that of the other, over the square root of 2: the machine's own noise around one time,
+which no model of shapes can predict.
 """
 
 import argparse
@@ -47,17 +51,42 @@ def watched(backend, steps):
     return observe
 
 
+class Load:
+    """All requests through one engine, a step at a time."""
+
+    def __init__(self, options, count):
+        self.engine = build_engine(options)
+        self.steps = []
+        self.engine.runner.backend.observe = watched(self.engine.runner.backend, self.steps)
+        self.waiting = list(requests(count, self.engine.info.vocab_size))
+
+    def step(self):
+        """False: everything is answered."""
+        scheduler = self.engine.scheduler
+        while self.waiting and scheduler.num_running + scheduler.num_waiting < 6:
+            self.engine.submit(self.waiting.pop())
+        if self.engine.has_work:
+            self.engine.step()
+        return self.engine.has_work or bool(self.waiting)
+
+
 def measure(options, count):
-    engine = build_engine(options)
-    steps = []
-    engine.runner.backend.observe = watched(engine.runner.backend, steps)
-    waiting = list(requests(count, engine.info.vocab_size))
-    while waiting or engine.has_work:
-        while waiting and engine.scheduler.num_running + engine.scheduler.num_waiting < 6:
-            engine.submit(waiting.pop())
-        engine.step()
-    engine.close()
-    return steps
+    """The steps of both engines; no clock decides what a step holds, so their shapes are equal."""
+    loads = [Load(options, count) for _ in range(2)]
+    while sum(load.step() for load in loads):
+        pass
+    for load in loads:
+        load.engine.close()
+    return [load.steps for load in loads]
+
+
+def noise(first, second):
+    """(one, other) seconds of equal steps, brought as near as the mean of many would be."""
+    pairs = []
+    for (shape, _, a), (same, _, b) in zip(first[WARM_UP:], second[WARM_UP:], strict=True):
+        assert shape == same
+        pairs.append((b + (a - b) / 2**0.5, b))
+    return errors(pairs)
 
 
 def errors(pairs):
@@ -105,12 +134,12 @@ def main():
         max_batch_tokens=256,
         max_context=2048,
     )
-    steps = measure(options, args.requests)
+    steps, again = measure(options, args.requests)
     result = {
         "model": args.model.name,
         "backend": args.backend,
         "machine": platform.machine(),
-        "relative_error": report(steps),
+        "relative_error": report(steps) | {"equal steps": noise(steps, again)},
     }
     print(json.dumps(result, indent=2))
     if args.json:

@@ -38,10 +38,10 @@ class LinearCost:
             self._fit()
 
     def predict(self, shape: StepShape) -> Cost | None:
-        """None until enough steps were seen."""
-        if self._weights is None:
+        """None until enough steps were seen, and for a shape of which they tell nothing."""
+        p50 = 0.0 if self._weights is None else float(_features(shape) @ self._weights)
+        if p50 <= 0:
             return None
-        p50 = float(_features(shape) @ self._weights)
         return Cost(p50=p50, p95=p50 * self._p95_over_p50)
 
     def _fit(self) -> None:

@@ -35,6 +35,20 @@ def test_a_chunk_late_in_a_prompt_is_predicted_to_take_longer():
     assert 0.9 < late / (0.256 + 1e-6 * 256 * 4000) < 1.1
 
 
+def test_a_kind_of_step_that_was_never_seen_is_not_said_to_take_no_time():
+    """After prompts whose time is all in their tokens, a step of answers alone is unknown."""
+    model, rng = LinearCost(), random.Random(3)
+    for _ in range(40):
+        count = rng.randrange(16, 256)
+        seconds = 1e-3 * count * (1 - 1e-4 * count)  # bends down: no constant fits
+        prompt = StepShape(prefill_tokens=count, decode_sequences=0, kv_tokens=0, prefill_pairs=0)
+        model.observe(prompt, seconds - 2e-3)
+    assert model.predict(prompt).p50 > 0
+    answers = StepShape(prefill_tokens=0, decode_sequences=4, kv_tokens=0)
+    predicted = model.predict(answers)
+    assert predicted is None or predicted.p50 > 0
+
+
 def shape_of(count, context, others):
     return StepShape(
         prefill_tokens=count,
