@@ -44,7 +44,9 @@ PER = 8
 
 
 class Session:
-    def __init__(self, backend, checkpoint, kv_dtype: str) -> None:
+    def __init__(self, backend, checkpoint, kv_dtype: str, *, per: int = PER, most: int = 40):
+        """With room for `most` sequences of `per` blocks."""
+        self.per = per
         config = config_of(checkpoint)
         heads = config.layers[0].attention
         spec = KVSpec(
@@ -55,7 +57,9 @@ class Session:
             block_size=BLOCK,
         )
         decoder = Decoder.load(config, checkpoint, backend)
-        self.runner = Runner(backend, decoder, backend.kv_alloc(backend.kv_layout(spec), PER * 40))
+        self.runner = Runner(
+            backend, decoder, backend.kv_alloc(backend.kv_layout(spec), per * most)
+        )
 
     def batch(self, tokens, starts, params):
         items = [
@@ -63,7 +67,7 @@ class Session:
                 token_ids=t,
                 start=s,
                 count=len(t) - s,
-                block_table=list(range(i * PER, (i + 1) * PER)),
+                block_table=list(range(i * self.per, (i + 1) * self.per)),
                 sampler=RowSampler.start(params, [], seed=i),
                 samples=True,
             )

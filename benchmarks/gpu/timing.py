@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import triton
 
-
 LEAST_CALLS = 8
 """In a graph: its launch by the host lies within the time taken, and is shared by all calls."""
 
