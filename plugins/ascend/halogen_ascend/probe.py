@@ -13,8 +13,14 @@ from halogen_ascend.sim.profiles import profile
 from halogen_core.spi import DeviceInfo, HalogenError, ProbeContext, ProbeResult, Reason
 
 TIMEOUT_S = 20.0
-# torch's autoload of an installed but broken torch_npu breaks `import torch` itself
-_QUESTION = "import torch, torch_npu; print(torch_npu.npu.device_count())"
+# where torch_npu is absent, importing torch first would cost every start seconds
+_QUESTION = """
+import importlib.util
+if importlib.util.find_spec("torch_npu") is None:
+    raise ModuleNotFoundError("No module named 'torch_npu'")
+import torch, torch_npu
+print(torch_npu.npu.device_count())
+"""
 Run = Callable[[], "subprocess.CompletedProcess[str]"]
 
 
@@ -48,6 +54,7 @@ def count_devices(run: Run) -> tuple[int, tuple[Reason, ...]]:
 
 def ask_torch_npu() -> subprocess.CompletedProcess[str]:
     """Import torch_npu in a process of its own and let it count."""
+    # torch's autoload of an installed but broken torch_npu breaks `import torch` itself
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     return subprocess.run(
         [sys.executable, "-c", _QUESTION],
