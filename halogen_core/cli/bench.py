@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 KINDS = ("prefill", "decode", "mixed")
 DRIFT = 0.03
+Measured = tuple[Any, ...]
+"""Kind of work, batch, prompt and tokens of a result."""
 
 
 @click.command("bench", cls=SettingsCommand)
@@ -66,6 +69,7 @@ def command(  # noqa: PLR0913 - a command line has many flags
     engine = build_engine(parts.options)
     try:
         report = about(engine)
+        known = read_baseline(baseline, report) if baseline else {}
         say(f"{report['model']} on {report['device']}")
         if fit_flash_threshold:
             report["flash"] = fit_flash(engine, works[0].batch, save, say)
@@ -75,10 +79,10 @@ def command(  # noqa: PLR0913 - a command line has many flags
     finally:
         engine.close()
     _write(report, out, as_json)
-    drifts = compare(report, baseline) if baseline else []
-    for line in drifts:
+    lines = drifts(report, known)
+    for line in lines:
         click.secho(line, fg="red", err=True)
-    sys.exit(int(bool(drifts)))
+    sys.exit(int(bool(lines)))
 
 
 def plan_works(kinds: str, batches: str, prompt: int, tokens: int) -> list[Work]:
@@ -210,16 +214,21 @@ def fit_flash(engine: Engine, rows: int, save: bool, say: Any) -> dict[str, Any]
     return found
 
 
-def compare(report: dict[str, Any], baseline: Path) -> list[str]:
-    """Results more than 3 % off those of `baseline`, a line each; only for the same device."""
+def read_baseline(path: Path, report: dict[str, Any]) -> dict[Measured, float]:
+    """Rates of an earlier result by what was measured; raises unless it is of the same device."""
     try:
-        before = json.loads(baseline.read_text(encoding="utf-8"))
-        known = {_key(result): result["tok_s"] for result in before["results"]}
+        before = json.loads(path.read_text(encoding="utf-8"))
+        known = {_key(result): float(result["tok_s"]) for result in before["results"]}
         same = (before["device"], before["model"]) == (report["device"], report["model"])
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise _bad("--baseline", str(baseline), f"a result of `halogen bench` ({exc})") from exc
+        raise _bad("--baseline", str(path), f"a result of `halogen bench` ({exc})") from exc
     if not same:
         raise _bad("--baseline", before["device"], f"a result of {report['device']}")
+    return known
+
+
+def drifts(report: dict[str, Any], known: Mapping[Measured, float]) -> list[str]:
+    """Results more than 3 % off the `known` ones, a line each."""
     lines = []
     for result in report.get("results", []):
         old = known.get(_key(result))
@@ -229,7 +238,7 @@ def compare(report: dict[str, Any], baseline: Path) -> list[str]:
     return lines
 
 
-def _key(result: dict[str, Any]) -> tuple[Any, ...]:
+def _key(result: dict[str, Any]) -> Measured:
     return tuple(result[name] for name in ("kind", "batch", "prompt", "tokens"))
 
 

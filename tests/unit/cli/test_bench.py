@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from halogen_core.cli.bench import compare, plan_works
+from halogen_core.cli.bench import drifts, plan_works, read_baseline
 from halogen_core.cli.bench_runs import Measured, Run, Work
 from halogen_core.cli.bounds import Load, decode_bound, prefill_bound, verdict
 from halogen_core.cli.flash_fit import contexts_up_to, fit
@@ -87,17 +87,18 @@ def result(rate):
 def test_a_baseline_is_kept_within_three_percent(tmp_path, rate, lines):
     path = tmp_path / "before.json"
     path.write_text(json.dumps(result(100)))
-    assert len(compare(result(rate), path)) == lines
+    assert len(drifts(result(rate), read_baseline(path, result(0)))) == lines
 
 
 def test_a_baseline_of_another_device_is_refused(tmp_path):
     path = tmp_path / "before.json"
     path.write_text(json.dumps(result(100) | {"device": "other"}))
     with pytest.raises(ConfigError, match="other"):
-        compare(result(100), path)
+        read_baseline(path, result(100))
     path.write_text("{")
-    with pytest.raises(ConfigError, match="--baseline"):
-        compare(result(100), path)
+    for unread in (path, tmp_path / "none.json"):
+        with pytest.raises(ConfigError, match="--baseline"):
+            read_baseline(unread, result(100))
 
 
 def test_throughput_and_time_per_token_must_agree():
