@@ -11,9 +11,10 @@ from halogen_triton.pointwise_kernels import gate_and_up, gated, normed_row, pdl
 
 
 @triton.jit
-def scale_of(most):
-    """Of a row whose values go up to `most` in magnitude."""
-    return tl.maximum(most / 127.0, 1e-30)
+def scale_of(magnitudes):
+    """Of a row, from magnitudes [BLOCK] that hold its largest; NaN where one is NaN or infinite."""
+    # a maximum over lanes leaves NaNs out
+    return tl.maximum(tl.max(magnitudes, 0) / 127.0, 1e-30) + tl.sum(magnitudes * 0.0, 0)
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def code_of(v, scale):
 @triton.jit
 def store_rounded(v, codes, scales, t, k, K):
     """Row t, whole in v (0 past its end), as codes and scale."""
-    scale = scale_of(tl.max(tl.abs(v), 0))
+    scale = scale_of(tl.abs(v))
     tl.store(scales + t, scale)
     tl.store(codes + t * K + k, code_of(v, scale), mask=k < K)
 
@@ -42,8 +43,8 @@ def round_rows(x, codes, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.const
     most = tl.zeros([BLOCK], tl.float32)
     for k0 in range(0, K, BLOCK):
         v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(v))
-    scale = scale_of(tl.max(most, 0))
+        most = tl.maximum(most, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
+    scale = scale_of(most)
     tl.store(scales + t, scale)
     for k0 in range(0, K, BLOCK):
         v = tl.load(x + t * x_stride + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)

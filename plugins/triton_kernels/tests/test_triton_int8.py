@@ -83,6 +83,17 @@ def test_rows_of_zeros_and_strided_rows():
     assert not got.codes[1].any()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("k", [100, 5000])
+def test_what_is_no_number_spoils_its_row_alone(bad, k):
+    x = normal(3, 2 * k)
+    x[1, k // 3] = x[1, k + k // 3] = bad
+    for rounded in (round_rows(x), gated_rounded(x, 1)):
+        assert rounded.scales.isnan().tolist() == [False, True, False]
+    normed, _ = rms_norm_rounded(x[:, :k].contiguous(), torch.ones(k, device=DEVICE), 1e-5)
+    assert normed.scales.isnan().tolist() == [False, True, False]
+
+
 def test_rows_too_wide_for_one_program_are_rounded_apart(monkeypatch):
     monkeypatch.setattr(int8, "_WIDEST", 32)
     x = normal(2, 80)
