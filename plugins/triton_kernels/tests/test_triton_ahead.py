@@ -86,6 +86,7 @@ def start(folder, arch="gfx1151", *, work=OPS):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
     (compiled, loaded, rebuilt), _ = start(tmp_path)
     assert compiled == 4

@@ -92,7 +92,7 @@ MODELS = {
 }
 
 
-QUICK = {("llama mixed", "0"), ("moe", "1000")}
+QUICK = {("llama mixed", "0")}
 EVERY = [
     pytest.param(name, flash, marks=() if (name, flash) in QUICK else pytest.mark.slow)
     for name in MODELS

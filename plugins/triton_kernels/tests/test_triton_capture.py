@@ -70,7 +70,9 @@ def test_padded_static_inputs_give_the_eager_tokens(params):
     assert runner._forward(meta).token_ids[:3].tolist() == eager.tolist()
 
 
-@pytest.mark.parametrize(("cached", "count"), [(0, 9), (5, 32), (16, 31)])
+@pytest.mark.parametrize(
+    ("cached", "count"), [(0, 9), (5, 32), pytest.param(16, 31, marks=pytest.mark.slow)]
+)
 def test_a_padded_prompt_gives_the_eager_token(cached, count):
     runner = open_runner(triton_backend(), MODELS["qwen2 f32"])
     tokens = np.random.default_rng(count).integers(0, 128, cached + count).tolist()
@@ -109,6 +111,7 @@ def test_only_short_prompts_have_a_bucket():
     }
 
 
+@pytest.mark.slow
 def test_grammars_stay_in_the_captured_step():
     runner = open_runner(triton_backend(), MODELS["qwen2 f32"])
     batch = decoding(runner, rows=3)

@@ -129,6 +129,7 @@ class Counted:
         return launch
 
 
+@pytest.mark.slow
 def test_a_layer_rounds_apart_only_what_attention_leaves(monkeypatch):
     kernel = Counted(int8.kernels.round_rows)
     monkeypatch.setattr(int8.kernels, "round_rows", kernel)

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from halogen_core.engine.building import assemble_engine
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import GenerateRequest, SamplingParams
@@ -40,6 +42,7 @@ def answers(run_ahead, ends):
     return said, why
 
 
+@pytest.mark.slow
 def test_ahead_equals_step_by_step():
     said, why = answers(False, [])
     assert answers(True, []) == (said, why)
