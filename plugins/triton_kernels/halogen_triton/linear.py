@@ -78,12 +78,6 @@ def linear(
     n, k = weight.shape[-2:]
     rows = x.shape[0]
     n = n // 2 if activation else n
-    if isinstance(x, RoundedRows):
-        assert isinstance(weight, Int8)
-        y = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
-        if rows:
-            int8_linear(y, x, weight, tuning, bias)
-        return y
     rule = dense_rule(weight, tuning, rows, n, pairs=int(activation > 0))
     if rule is not None:
         assert isinstance(weight, Tensor)
@@ -123,7 +117,12 @@ def gates(rows: int, weight: Weight, tuning: Tuning) -> bool:
 
 
 def _into(
-    y: Tensor, x: Tensor, weight: Weight, tuning: Tuning, bias: Tensor | None, activation: int
+    y: Tensor,
+    x: Tensor | RoundedRows,
+    weight: Weight,
+    tuning: Tuning,
+    bias: Tensor | None,
+    activation: int,
 ) -> None:
     if isinstance(weight, Stacked):
         start = 0
@@ -135,7 +134,8 @@ def _into(
         return
     rows, n = y.shape
     if isinstance(weight, Int8):
-        int8_linear(y, round_rows(x, pdl=tuning.pdl), weight, tuning, bias)
+        rounded = x if isinstance(x, RoundedRows) else round_rows(x, pdl=tuning.pdl)
+        int8_linear(y, rounded, weight, tuning, bias)
         return
     if isinstance(weight, Tiles) and not (rows > 1 and _rule(weight, tuning, y, x).library):
         tile_linear(y, x, weight, tuning, bias, activation)
