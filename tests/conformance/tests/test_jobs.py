@@ -171,7 +171,7 @@ def test_an_interrupted_run_reports_leaves_nobody_and_goes_on(many, tmp_path, nu
     code = "from halogen_core.cli.main import main; main()"
     command = [sys.executable, "-c", code, "conform", *map(str, arguments(out, 2, only=GOOD))]
     with subprocess.Popen(
-        command, env={**environment, "MANY_SECONDS": "5"}, stdout=subprocess.DEVNULL
+        command, env={**environment, "MANY_SECONDS": "1.5"}, stdout=subprocess.DEVNULL
     ) as process:
         wait_for(lambda: '"L1/many/beside' in journal(out))
         process.send_signal(number)
