@@ -47,10 +47,12 @@ def _serve_with(config: Config, child: Child) -> None:
     from halogen_core.cli.interrupts import ended_by_ctrl_c
     from halogen_core.cli.terminal import start_logging
     from halogen_core.server.auth import read_keys
+    from halogen_core.server.origins import read_origins
 
     start_logging(config.server.log_level)
     with ended_by_ctrl_c():  # the child ends with us
         read_keys(config.server)
+        read_origins(config.server)  # what is wrong in settings is said before a model loads
         parts = assemble(config)
         log.info("loading %s", parts.options.model_path)
         child.tell(parts.options)  # it loads the model while we import the server

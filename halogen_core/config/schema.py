@@ -248,7 +248,12 @@ class ServerSettings:
     admin_key: str | None = setting(
         TEXT, None, "key of the `/admin/` routes; none: there are none", secret=True
     )
-    cors_origins: tuple[str, ...] = setting(WORDS, (), "origins that browsers may call from")
+    cors_origins: tuple[str, ...] = setting(
+        WORDS,
+        ("localhost",),
+        "origins whose web pages may use the server, `scheme://host[:port]`; `localhost`: those of "
+        "this machine, `*`: all; without keys others are refused",
+    )
     metrics: bool = setting(SWITCH, True, "serve `/metrics`", aliases=("enable_metrics",))
     metrics_port: int | None = setting(
         INTEGER,

@@ -27,6 +27,7 @@ from halogen_core.server.openai_models import (
     DetokenizeBody,
     TokenizeBody,
 )
+from halogen_core.server.origins import read_origins
 from halogen_core.server.routes import Routes, described, with_plugins
 from halogen_core.server.service import Service
 
@@ -55,9 +56,11 @@ def create_app(service: Service, extensions: Sequence[APIRouter] = ()) -> Starle
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_middleware(Gate, settings=settings, keys=read_keys(settings), metrics=service.metrics)
     if settings.cors_origins:
+        origins = read_origins(settings)
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
+            allow_origins=list(origins.listed),
+            allow_origin_regex=origins.pattern,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],

@@ -46,6 +46,7 @@ BY_CODE = {
     "HRT-4008": Kind(400, "invalid_request_error", "unsupported_feature"),
     "HRT-4010": Kind(401, "invalid_request_error", "invalid_api_key"),
     "HRT-4030": Kind(403, "invalid_request_error", "admin_only"),
+    "HRT-4031": Kind(403, "invalid_request_error", "origin_not_allowed"),
     "HRT-4040": Kind(404, "invalid_request_error", "not_found"),
     "HRT-4050": Kind(405, "invalid_request_error", "method_not_allowed"),
     "HRT-4080": Kind(408, "invalid_request_error", "request_timeout"),

@@ -15,10 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halogen_core.config import ServerSettings
 from halogen_core.errors import RequestError
-from halogen_core.server.auth import ADMIN_PATHS, check_admin_key, check_key
+from halogen_core.server.auth import ADMIN_PATHS, OPEN_PATHS, check_admin_key, check_key
 from halogen_core.server.errors import as_halogen, error_response, kind_of
 from halogen_core.server.generation import ClientGone
 from halogen_core.server.metrics import Metrics
+from halogen_core.server.origins import check_name, check_page, listens_here_only, read_origins
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Gate:
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
+        self._origins = read_origins(settings)
+        self._here_only = listens_here_only(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,10 +49,7 @@ class Gate:
         headers = Headers(scope=scope)
         reply = _Reply(send=send, request_id=_request_id(headers))
         try:
-            if scope["path"].startswith(ADMIN_PATHS):
-                check_admin_key(self._settings.admin_key, headers)
-            else:
-                check_key(self._keys, scope["path"], headers)
+            self._check_caller(scope, headers)
             if scope["method"] in WITH_BODY:
                 receive = _replay(await self._body(headers, receive), receive)
             await self._app(scope, receive, reply)
@@ -61,6 +61,19 @@ class Gate:
         finally:
             self._metrics.responses.labels(str(reply.status)).inc()
             _access_line(scope, reply)
+
+    def _check_caller(self, scope: Scope, headers: Headers) -> None:
+        """Raise `RequestError` unless a key was sent, or none is needed and no web page asks."""
+        path = scope["path"]
+        if path.startswith(ADMIN_PATHS):
+            check_admin_key(self._settings.admin_key, headers)
+        elif self._keys:
+            check_key(self._keys, path, headers)
+        elif path not in OPEN_PATHS:
+            if self._here_only:
+                check_name(self._origins, headers)
+            if scope["method"] in WITH_BODY:
+                check_page(self._origins, headers)
 
     async def _fail(self, exc: Exception, scope: Scope, receive: Receive, reply: _Reply) -> None:
         error = as_halogen(exc)
