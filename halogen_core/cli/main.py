@@ -8,6 +8,7 @@ import importlib
 import click
 
 from halogen_core import __version__
+from halogen_core.cli.interrupts import ended_by_ctrl_c
 from halogen_core.errors import HalogenError
 
 EXIT_ERROR = 2
@@ -48,7 +49,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
-            module = importlib.import_module("halogen_core.cli." + cmd_name.replace("-", "_"))
+            with ended_by_ctrl_c():  # an interrupt within an import can get lost
+                module = importlib.import_module("halogen_core.cli." + cmd_name.replace("-", "_"))
             command: click.Command = module.command
             return command
         if cmd_name not in self.commands:

@@ -3,8 +3,11 @@
 import importlib
 import json
 import resource
+import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +16,8 @@ from halogen_core.cli import terminal
 from halogen_core.cli.main import COMMANDS, PURPOSES, main
 from halogen_core.error_catalogue import catalogue
 from halogen_core.plugins import PluginRegistry
+
+ROOT = Path(__file__).parents[3]
 
 
 def halogen(*arguments, env=None):
@@ -134,6 +139,27 @@ def test_ctrl_c_ends_any_command_with_130(monkeypatch):
     command = importlib.import_module("halogen_core.cli.explain").command
     monkeypatch.setattr(command, "callback", interrupted)
     assert CliRunner().invoke(main, ["explain"]).exit_code == 130
+
+
+@pytest.mark.parametrize("imported", ["click", "halogen_core.cli.explain"])
+def test_ctrl_c_while_the_program_is_imported_leaves_no_trace(imported):
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["halogen"]
+    module, _, name = script.partition(":")
+    code = f"""
+import os, signal, sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == {imported!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+sys.argv[1:] = ["explain", "HRT-1002"]
+from {module} import {name} as main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT  # which shells call 130
+    assert done.stdout + done.stderr == ""
 
 
 def test_without_a_terminal_loading_is_a_line_now_and_then(monkeypatch, caplog):
