@@ -50,12 +50,12 @@ class DecoderWeights(Generic[Array]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes as packed."""
+        """Bytes as packed; a payload that serves twice counts once."""
         own = [self.embedding, self.norm, self.head]
         for layer in self.layers:
             values = (getattr(layer, field.name) for field in attrs.fields(LayerWeights))
             own += [value for value in values if value is not None]
-        return sum(weight.nbytes for weight in own)
+        return sum({id(weight.payload): weight.nbytes for weight in own}.values())
 
 
 @attrs.frozen

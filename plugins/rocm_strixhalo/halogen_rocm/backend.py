@@ -39,6 +39,7 @@ from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import tuning
 from halogen_triton.linear import Stacked
+from halogen_triton.packing import Part
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +106,24 @@ class RocmBackend(TritonBackend):
         return (self._device_tier(), host)
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
+        held = self._held_static
         try:
             with explained():
-                weight = super().pack([_read(part) for part in parts], role)
+                weight = super().pack(parts, role)
         except torch.OutOfMemoryError as exc:
             asked = sum(part.data.nbytes for part in parts)
             raise self._out_of_memory("static", asked) from exc
-        self.working_set.add(_tensors(weight.payload))
+        if self._held_static > held:  # else it shares what is locked already
+            self.working_set.add(_tensors(weight.payload))
         return weight
+
+    # read here and not before: by its place in the file the backend knows a table again
+
+    def _pack_part(self, part: QuantTensor, role: WeightRole) -> Part:
+        return super()._pack_part(_read(part), role)
+
+    def _dense(self, parts: Sequence[QuantTensor], role: WeightRole, dtype: torch.dtype) -> Tensor:
+        return super()._dense([_read(part) for part in parts], role, dtype)
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
         size = layout.bytes_per_block * (num_blocks + 1)

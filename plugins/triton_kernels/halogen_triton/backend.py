@@ -86,9 +86,7 @@ class TritonBackend(TorchBackend):
         extra = options.extra
         self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and extra.get("pdl", "on") == "on")
         super().__init__(options, device=device, dtype=dtype, name=name, description=description)
-        self._payloads: WeakValueDictionary[tuple[tuple[int, int], ...], Any] = (
-            WeakValueDictionary()
-        )
+        self._payloads: WeakValueDictionary[tuple[str, int, int], Any] = WeakValueDictionary()
         self._trash: tuple[int, int] | None = None
         self._graph_pool: Any = None
         self._captured = 0
@@ -160,10 +158,10 @@ class TritonBackend(TorchBackend):
             WeightRole.LINEAR, WeightRole.EMBEDDING, WeightRole.EXPERTS,
         ):  # fmt: skip
             return self._pack_dense(parts, role)
-        payload = self._joined(parts, role)
+        payload = self._once(parts, role, self._joined)
         self.triton_ops.rounds |= isinstance(payload, Int8)
         axis = 1 if role is WeightRole.EXPERTS else 0
-        weight = PackedWeight[Tensor](
+        return PackedWeight[Tensor](
             payload=payload,
             shape=tuple(payload.shape),
             nbytes=payload.nbytes,
@@ -171,8 +169,6 @@ class TritonBackend(TorchBackend):
             role=role,
             parts=tuple(part.shape[axis] for part in parts),
         )
-        self._held_static += weight.nbytes
-        return weight
 
     def unpack(self, weight: PackedWeight[Tensor]) -> NDArray[Any]:
         payload = weight.payload
@@ -180,18 +176,27 @@ class TritonBackend(TorchBackend):
             return self.download(packing.values(payload))
         return super().unpack(weight)
 
-    def _joined(self, parts: Sequence[QuantTensor], role: WeightRole) -> Any:
-        """Parts as one payload; a table that embeds and answers is held once."""
-        key = tuple((part.data.__array_interface__["data"][0], part.data.size) for part in parts)
-        # what the loader unpacked lies in memory that the next tensor may get: no identity
-        mapped = all(part.format in FORMATS for part in parts)
-        found = self._payloads.get(key) if mapped else None
+    def _once(
+        self,
+        parts: Sequence[QuantTensor],
+        role: WeightRole,
+        make: Callable[[Sequence[QuantTensor], WeightRole], Any],
+    ) -> Any:
+        """What `make` gives; a table that embeds and answers is made and counted once."""
+        key, found = _table_key(parts, role), None
+        if key is not None:
+            found = self._payloads.get(key)
         if found is None:
-            made = packing.join([self._pack_part(part, role) for part in parts])
-            found = packing.arranged(made, self.tuning, self.dtype)
-            if mapped:
+            found = make(parts, role)
+            self._held_static += found.nbytes
+            if key is not None:
                 self._payloads[key] = found
         return found
+
+    def _joined(self, parts: Sequence[QuantTensor], role: WeightRole) -> Any:
+        """Parts as one payload."""
+        made = packing.join([self._pack_part(part, role) for part in parts])
+        return packing.arranged(made, self.tuning, self.dtype)
 
     def _pack_part(self, part: QuantTensor, role: WeightRole) -> packing.Part:
         if part.format not in packing.PACKED_FORMATS:
@@ -200,9 +205,10 @@ class TritonBackend(TorchBackend):
 
     def _pack_dense(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         exact = role in (WeightRole.NORM, WeightRole.SINKS)
-        payload = self._dense(parts, role, torch.float32 if exact else self.dtype)
+        dtype = torch.float32 if exact else self.dtype
+        payload = self._once(parts, role, lambda parts, role: self._dense(parts, role, dtype))
         axis = 1 if role is WeightRole.EXPERTS else 0
-        weight = PackedWeight[Tensor](
+        return PackedWeight[Tensor](
             payload=payload,
             shape=tuple(payload.shape),
             nbytes=payload.nbytes,
@@ -210,8 +216,6 @@ class TritonBackend(TorchBackend):
             role=role,
             parts=tuple(part.shape[axis] for part in parts),
         )
-        self._held_static += weight.nbytes
-        return weight
 
     # -- KV
 
@@ -345,3 +349,17 @@ class TritonBackend(TorchBackend):
 
     def _make_ops(self) -> TritonOps:
         return TritonOps(self.dtype, self.tuning, self.device)
+
+
+def _table_key(parts: Sequence[QuantTensor], role: WeightRole) -> tuple[str, int, int] | None:
+    """What a token table is known by; None: packed anew each time.
+
+    The name counts: what was read or unpacked lies in memory that the next tensor may get.
+    """
+    if len(parts) > 1 or role not in (WeightRole.EMBEDDING, WeightRole.LINEAR):
+        return None
+    part = parts[0]
+    # 8-bit floats are converted, and each conversion is told
+    if not part.name or part.format not in FORMATS:
+        return None
+    return part.name, part.data.__array_interface__["data"][0], part.data.size

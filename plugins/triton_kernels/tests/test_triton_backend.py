@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
@@ -110,6 +111,36 @@ def test_logits_of_mixed_steps(name, flash):
         batch = build_step(items, 16).batch
         got, want = own.logits(batch), plain.logits(batch)
         assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "F16"])
+def test_a_table_is_known_by_its_name_too(form):
+    """What was read or unpacked lies in memory that the next tensor gets."""
+    backend = triton_backend()
+    rng = np.random.default_rng(1)
+    one, two = (quant_tensor(n, rng.normal(0, 1, (32, 64)), form) for n in ("one", "two"))
+    memory = np.array(one.data)
+    packed = []
+    for tensor in (one, two):
+        memory[:] = tensor.data
+        packed.append(backend.pack([attrs.evolve(tensor, data=memory)], WeightRole.LINEAR))
+    alone = triton_backend()
+    for weight, tensor in zip(packed, (one, two), strict=True):
+        expected = alone.unpack(alone.pack([tensor], WeightRole.LINEAR))
+        assert (backend.unpack(weight) == expected).all()
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "F16", "F32"])
+def test_a_tied_table_is_held_once(form):
+    backend, checkpoint = triton_backend(), tiny(form=form)
+    apart = Decoder.load(config_of(checkpoint), checkpoint, backend).nbytes
+    assert backend.counters().gauges["static_bytes"] == apart
+    del checkpoint.tensors["output.weight"]
+    backend = triton_backend()
+    weights = Decoder.load(config_of(checkpoint), checkpoint, backend).weights
+    assert weights.embedding.payload is weights.head.payload
+    assert weights.nbytes == apart - weights.embedding.nbytes
+    assert backend.counters().gauges["static_bytes"] == weights.nbytes
 
 
 SLOW = pytest.mark.slow
