@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import attrs
 import torch
@@ -17,20 +16,22 @@ from halogen_core.spi import (
     BackendUnavailable,
     Capabilities,
     ConfigError,
-    DeviceError,
     KVCache,
     KVLayout,
     MemoryTier,
+    Ops,
     OutOfDeviceMemory,
     PackedWeight,
     QuantTensor,
+    Replay,
+    Sampled,
     StepBatch,
     StepMeta,
     Telemetry,
     WeightRole,
 )
 from halogen_rocm.direct_read import file_span, read_span
-from halogen_rocm.faults import explain
+from halogen_rocm.explaining import ExplainedOps, asked_bytes, explained, explaining
 from halogen_rocm.locking import WorkingSet, locked_bytes, policy
 from halogen_rocm.memory import RESERVE, Ledger, device_tier, hip_shortfall, host_tier
 from halogen_rocm.platform import Gpu, Platform, compaction_stalls, read_platform
@@ -53,7 +54,8 @@ def create(options: BackendOptions) -> RocmBackend:
             code="HRT-3411",
             fix="check --device",
         )
-    return RocmBackend(options)
+    with explained():
+        return RocmBackend(options)
 
 
 def create_ahead(options: BackendOptions) -> AheadBackend:
@@ -107,12 +109,9 @@ class RocmBackend(TritonBackend):
 
     def pack(self, parts: Sequence[QuantTensor], role: WeightRole) -> PackedWeight[Tensor]:
         held = self._held_static
-        try:
-            with explained():
-                weight = super().pack(parts, role)
-        except torch.OutOfMemoryError as exc:
-            asked = sum(part.data.nbytes for part in parts)
-            raise self._out_of_memory("static", asked) from exc
+        asked = sum(part.data.nbytes for part in parts)
+        with explained(lambda exc: self._out_of_memory("static", asked)):
+            weight = super().pack(parts, role)
         if self._held_static > held:  # else it shares what is locked already
             self.working_set.add(_tensors(weight.payload))
         return weight
@@ -127,27 +126,39 @@ class RocmBackend(TritonBackend):
 
     def kv_alloc(self, layout: KVLayout, num_blocks: int) -> KVCache:
         size = layout.bytes_per_block * (num_blocks + 1)
-        try:
-            with explained():
-                cache = super().kv_alloc(layout, num_blocks)
-        except torch.OutOfMemoryError as exc:
-            raise self._out_of_memory("dynamic", size) from exc
+        with explained(lambda exc: self._out_of_memory("dynamic", size)):
+            cache = super().kv_alloc(layout, num_blocks)
         self._held_kv += size
         self.working_set.add(cache.payload.tensors)
         return cache
 
-    # a kernel's fault is told where the host next waits for the device
+    # a kernel's fault is told where it is launched, or where the host next waits for the device
+
+    @property
+    def ops(self) -> Ops[Tensor]:
+        return cast("Ops[Tensor]", ExplainedOps(self._ops, self._step_full))
+
+    def capture(
+        self, step: Callable[[StepMeta[Tensor]], Sampled[Tensor]], batch: StepBatch
+    ) -> Replay[Tensor] | None:
+        with explained(self._step_full):
+            replay = super().capture(step, batch)
+        return None if replay is None else explaining(replay, self._step_full)
 
     def upload_step(self, batch: StepBatch) -> StepMeta[Tensor]:
-        with explained():
+        with explained(self._step_full):
             return super().upload_step(batch)
 
+    def fetch(self, sampled: Sampled[Tensor]) -> Callable[[], Sampled[NDArray[Any]]]:
+        with explained(self._step_full):
+            return explaining(super().fetch(sampled), self._step_full)
+
     def download(self, array: Tensor) -> NDArray[Any]:
-        with explained():
+        with explained(self._step_full):
             return super().download(array)
 
     def synchronize(self) -> None:
-        with explained():
+        with explained(self._step_full):
             super().synchronize()
 
     def counters(self) -> Telemetry:
@@ -206,13 +217,17 @@ class RocmBackend(TritonBackend):
         free, total = torch.cuda.mem_get_info()
         return int(free), int(total)
 
+    def _step_full(self, exc: torch.OutOfMemoryError) -> OutOfDeviceMemory:
+        return self._out_of_memory("temp", asked_bytes(str(exc)))
+
     def _out_of_memory(self, pool: str, asked: int) -> OutOfDeviceMemory:
         tier = self._device_tier()
+        lower = "--max-batch-tokens or --pool-size" if pool == "temp" else "--pool-size"
         return OutOfDeviceMemory(
             pool,
             asked=asked,
             free=tier.free,
-            fix=f"{tier.source}; lower --pool-size or --max-context, or raise the limit that binds",
+            fix=f"{tier.source}; lower {lower} or --max-context, or raise the limit that binds",
         )
 
 
@@ -238,18 +253,3 @@ def _tensors(payload: Any) -> Iterator[Tensor]:
 def vars_of(payload: Any) -> tuple[Any, ...]:
     """The field values of an attrs record."""
     return tuple(getattr(payload, field.name) for field in attrs.fields(type(payload)))
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Errors of the ROCm stack with what their text means, where it is known."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as exc:
-        fault = explain(str(exc))
-        if fault is None:
-            raise
-        text = f"`{fault.text}`: {fault.meaning}"
-        raise DeviceError(text, code="HRT-7001", fix=fault.fix) from exc
