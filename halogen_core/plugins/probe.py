@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import attrs
 import msgspec
@@ -56,44 +58,63 @@ def _run(plugin: Plugin, backend: str, context: ProbeContext, timeout_s: float) 
         }
     )
     ours, theirs = socket.socketpair()
-    with ours:
+    with ours, tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
-            said, code = _ended(_start(theirs, question), timeout_s)
-        except subprocess.TimeoutExpired:
+            raw, code = _answer(_start(theirs, question, said), ours, timeout_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
             return _failed("probe_timeout", f"probe did not answer within {timeout_s:.0f} s")
-        with ours.makefile("rb") as answer:
-            raw = answer.read()
-    return decode_result(raw) if raw else _failed("probe_crash", _last_words(said, code))
+        try:
+            return decode_result(raw)
+        except msgspec.DecodeError:  # nothing, or not all of it
+            return _failed("probe_crash", _last_words(said, code))
 
 
-def _start(channel: socket.socket, question: str) -> subprocess.Popen[str]:
-    """A probe that answers over `channel`, in a session of its own to be ended as a whole."""
+def _start(channel: socket.socket, question: str, said: IO[str]) -> subprocess.Popen[bytes]:
+    """A probe that answers over `channel`, in a session of its own to be ended as a whole.
+
+    What it prints goes to a file: nobody has to read that for it to go on.
+    """
     module = "halogen_core.plugins.probe_main"
     with channel:
         return subprocess.Popen(
             [sys.executable, "-m", module, str(channel.fileno()), question],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=said,
             pass_fds=[channel.fileno()],
             start_new_session=True,
         )
 
 
-def _ended(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, int]:
-    """What it wrote on standard error, and its exit code."""
+def _answer(
+    process: subprocess.Popen[bytes], channel: socket.socket, timeout_s: float
+) -> tuple[bytes, int]:
+    """What it sent before it ended, and its exit code; it is killed when it takes too long.
+
+    Raises `TimeoutError` or `subprocess.TimeoutExpired`.
+    """
+    until = time.monotonic() + timeout_s
+    raw = bytearray()
     with process:
         try:
-            return process.communicate(timeout=timeout_s)[1], process.wait()
+            # while it runs: what a socket does not hold at once is sent when the rest was read
+            while part := _part(channel, until):
+                raw += part
+            return bytes(raw), process.wait(until - time.monotonic())
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
-def _last_words(said: str, code: int) -> str:
+def _part(channel: socket.socket, until: float) -> bytes:
+    channel.settimeout(max(1e-3, until - time.monotonic()))
+    return channel.recv(1 << 16)
+
+
+def _last_words(said: IO[str], code: int) -> str:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    tail = said.strip().splitlines()[-1:] or ["no message"]
+    said.seek(0)
+    tail = said.read().strip().splitlines()[-1:] or ["no message"]
     return f"probe process ended with {how}: {tail[0]}"
 
 

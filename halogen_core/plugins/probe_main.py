@@ -44,3 +44,4 @@ if __name__ == "__main__":
     channel = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=[channel], daemon=True).start()
     channel.sendall(encode_result(answer(sys.argv[2])))
+    channel.shutdown(socket.SHUT_WR)  # a process that a driver left behind may hold it too

@@ -80,6 +80,38 @@ def test_a_printing_probe_cannot_forge_its_answer(install, capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "long = 'x' * 5_000_000; return ProbeResult(score=3, reasons=(Reason(code='x', text=long),))",
+        "import sys; sys.stderr.write('x' * 5_000_000); return ProbeResult(score=3)",
+        # a vendor's daemon: it keeps what it inherited open
+        "import os, time; os.fork() or (time.sleep(30), os._exit(0)); return ProbeResult(score=3)",
+    ],
+    ids=["more than a socket holds", "more than a pipe holds", "a process left behind"],
+)
+def test_a_probe_may_say_much_and_leave_something_running(install, body):
+    install("acme", with_probe(body))
+    _, plugin = registry_and_plugin()
+    began = time.monotonic()
+    assert probe(plugin, "acme", ProbeContext()).score == 3
+    assert time.monotonic() - began < 25
+
+
+def test_half_an_answer_is_a_crash(install):
+    body = """
+        import os, sys
+        os.write(int(sys.argv[1]), b'{"score": 3, "dev')
+        print("driver gave up", file=sys.stderr)
+        os._exit(7)
+    """
+    install("acme", with_probe(body))
+    _, plugin = registry_and_plugin()
+    result = probe(plugin, "acme", ProbeContext())
+    assert result.reasons[0].code == "probe_crash"
+    assert result.reasons[0].text.endswith("exit code 7: driver gave up")
+
+
 def test_the_best_usable_backend_wins_when_none_is_named(install):
     install("acme", with_probe("return ProbeResult(score=1)"))
     install("broken", "raise ImportError('x')")
