@@ -52,7 +52,9 @@ class Platform:
     mem_available: int | None
     swap_total: int
     cgroup_limit: int | None
+    """Of the control group that leaves this process the least, its own or one around it."""
     cgroup_used: int
+    """Less what it would drop first (file cache)."""
     cmdline: str
     kernel: str
     modules: frozenset[str]
@@ -74,8 +76,7 @@ def read_platform(root: str = "/") -> Platform:
     top = Path(root)
     lines = re.findall(r"(\w+):\s+(\d+) kB", text(top / "proc/meminfo"))
     meminfo = {key: int(value) * 1024 for key, value in lines}
-    limit = text(top / "sys/fs/cgroup/memory.max").strip()
-    used = text(top / "sys/fs/cgroup/memory.current").strip()
+    limit, used = _control_group(top)
     modules = top / "sys/module"
     processes = top / "sys/class/kfd/kfd/proc"
     return Platform(
@@ -83,8 +84,8 @@ def read_platform(root: str = "/") -> Platform:
         mem_total=meminfo.get("MemTotal"),
         mem_available=meminfo.get("MemAvailable"),
         swap_total=meminfo.get("SwapTotal", 0),
-        cgroup_limit=int(limit) if limit.isdigit() else None,
-        cgroup_used=int(used) if used.isdigit() else 0,
+        cgroup_limit=limit,
+        cgroup_used=used,
         cmdline=text(top / "proc/cmdline").strip(),
         kernel=text(top / "proc/sys/kernel/osrelease").strip(),
         modules=frozenset(p.name for p in modules.iterdir()) if modules.is_dir() else frozenset(),
@@ -113,10 +114,27 @@ def text(path: Path) -> str:
         return ""
 
 
+def _control_group(root: Path) -> tuple[int | None, int]:
+    """(limit, used) of the tightest control group around this process, version 2."""
+    mount = root / "sys/fs/cgroup"
+    own = re.search(r"^0::/(.*)$", text(root / "proc/self/cgroup"), flags=re.MULTILINE)
+    group = mount / own[1] if own else mount
+    found = []
+    for folder in (group, *group.parents):
+        limit = _first_number(folder / "memory.max")
+        if limit is not None:
+            cache = re.search(r"^inactive_file (\d+)$", text(folder / "memory.stat"), re.MULTILINE)
+            used = _first_number(folder / "memory.current") or 0
+            found.append((limit, max(0, used - int(cache[1] if cache else 0))))
+        if folder == mount:
+            break
+    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
 def _first_number(*paths: Path) -> int | None:
     for path in paths:
         value = text(path).strip()
-        if value.isdigit():
+        if value.isdecimal():
             return int(value)
     return None
 
@@ -149,7 +167,7 @@ def _gpus(root: Path) -> list[Gpu]:
 
 def _hex(path: Path) -> int | None:
     value = text(path).strip()
-    return int(value, 16) if value else None
+    return int(value, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]+", value) else None
 
 
 def _kfd_nodes(root: Path) -> dict[int, dict[str, int]]:

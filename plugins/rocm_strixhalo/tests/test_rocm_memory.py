@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from halogen_core.spi import DoctorContext
 from halogen_rocm.direct_read import file_span, read_span
+from halogen_rocm.doctor import findings
 from halogen_rocm.locking import lock, lock_reason, locked_bytes
 from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier
 from halogen_rocm.platform import read_platform
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import CASES, tree
+from trees import CASES, tree, write
 
 
 def tier(tmp_path, name, *, ledger=0, hip_free=None, **more):
@@ -58,6 +60,53 @@ def test_usable_is_the_least_of_all_bounds(tmp_path):
     low = tier(tmp_path / "4", "A", available_kb=16 << 20)
     assert low.free == 10 * GIB
     assert "bound by MemAvailable" in low.source
+
+
+def test_a_units_own_limit_counts_and_its_file_cache_does_not(tmp_path):
+    """systemd's MemoryMax is set on the unit, or on the slice around it, not on the root."""
+    slice_, unit = "sys/fs/cgroup/apps.slice", "sys/fs/cgroup/apps.slice/halogen.service"
+    root = tree(tmp_path, "A")
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/apps.slice/halogen.service\n",
+            f"{slice_}/memory.max": str(48 * GIB),
+            f"{slice_}/memory.current": str(30 * GIB),
+            f"{slice_}/memory.stat": f"anon {10 * GIB}\ninactive_file {20 * GIB}\n",
+            f"{unit}/memory.max": str(40 * GIB),
+            f"{unit}/memory.current": str(1 * GIB),
+        },
+    )
+    found = read_platform(root)
+    assert (found.cgroup_limit, found.cgroup_used) == (48 * GIB, 10 * GIB)
+    gpu = found.strix_halo
+    assert device_tier(found, gpu, ledger=Ledger()).free == 38 * GIB
+    write(tmp_path, {f"{unit}/memory.max": str(32 * GIB)})
+    assert device_tier(read_platform(root), gpu, ledger=Ledger()).free == 31 * GIB
+    write(tmp_path, {f"{unit}/memory.max": "max", f"{slice_}/memory.max": "max"})
+    assert read_platform(root).cgroup_limit is None
+
+
+@pytest.mark.parametrize(
+    ("path", "junk"),
+    [
+        ("sys/class/drm/card1/device/vendor", "no number"),
+        ("sys/class/drm/card1/device/device", "0xzz"),
+        ("sys/class/drm/card1/device/mem_info_gtt_total", "²³"),
+        ("sys/class/kfd/kfd/topology/nodes/1/properties", "gfx_target_version many"),
+        ("proc/meminfo", "\0\0MemTotal: lots kB"),
+        ("sys/fs/cgroup/memory.max", "-3"),
+        ("proc/sys/kernel/osrelease", ""),
+        ("sys/class/drm/card1/device/pp_dpm_sclk", "fast Mhz *"),
+    ],
+)
+def test_damaged_files_are_unknown_facts(tmp_path, path, junk):
+    root = tree(tmp_path, "A")
+    write(tmp_path, {path: junk})
+    platform = read_platform(root)
+    for gpu in platform.gpus:
+        assert device_tier(platform, gpu, ledger=Ledger()).free >= 0
+    list(findings(DoctorContext(root=root, live=False)))
 
 
 def test_own_ledger_counts_where_the_driver_forgets(tmp_path):
