@@ -96,6 +96,7 @@ from halogen_core.spi.records import (
 )
 from halogen_core.spi.refusals import pool_refusal
 from halogen_core.spi.step import Carried, Sampled, SamplingBatch, StepBatch, StepMeta
+from halogen_core.spi.weight_check import check_weight
 
 if TYPE_CHECKING:
     from halogen_core.torch_backend import (
@@ -211,6 +212,7 @@ __all__ = [
     "check_block_ids",
     "check_float8",
     "check_kv_blocks",
+    "check_weight",
     "float8_halves",
     "float8_rounding",
     "float8_values",

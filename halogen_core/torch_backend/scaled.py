@@ -13,32 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.spi.float8 import FLOAT8, check_float8, float8_values
-from halogen_core.spi.operations import QuantTensor, misfit
+from halogen_core.spi.float8 import FLOAT8, float8_values
+from halogen_core.spi.operations import QuantTensor
 
-_MXFP4_BLOCK, _MXFP4_BYTES = 32, 17
+_MXFP4_BYTES = 17
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def check(part: QuantTensor) -> None:
-    """Raises `ModelError` (HRT-2411) when codes or scales do not fit the shape."""
-    if part.format in FLOAT8:
-        check_float8(part)
-        return
-    rows, k = prod(part.shape[:-1]), part.shape[-1]
-    bits = {"INT4": 4, "MXFP4": 4.25}.get(part.format, 8)
-    unit = {"INT4": 2, "MXFP4": _MXFP4_BLOCK}.get(part.format, 1)
-    fits = k % unit == 0 and part.data.size * 8 == rows * k * bits
-    if part.format == "INT4":
-        scale = part.aux.get("scale", np.zeros(0))
-        zero, perm = part.aux.get("zero", scale), part.aux.get("perm")
-        fits &= scale.shape[:-1] == part.shape[:-1] and zero.shape == scale.shape
-        fits = fits and scale.size > 0 and k % scale.shape[-1] == 0
-        fits = fits and (perm is None or np.array_equal(np.sort(perm), np.arange(k)))
-    elif part.format != "MXFP4":
-        fits = fits and part.aux.get("scale", np.zeros(0)).shape == part.shape[:-1]
-    if not fits:
-        raise misfit(part, "codes, scales and shape do not fit each other")
 
 
 def values(part: QuantTensor, start: int, stop: int) -> Tensor:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.errors import ModelError
 from halogen_core.spi.arrays import Bytes
-from halogen_core.spi.formats import FORMATS
-from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole, misfit
+from halogen_core.spi.operations import PackedWeight, QuantTensor, WeightRole
+from halogen_core.spi.weight_check import check_weight
 from halogen_core.torch_backend import scaled
 from halogen_core.torch_backend.dequant import DENSE_DTYPES, dequantize
 
@@ -45,34 +44,16 @@ def host_bytes(data: Bytes) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(data))
 
 
-def check_tensor(part: QuantTensor) -> None:
-    """Raises `ModelError` when the bytes do not fit format and shape."""
-    if part.format in scaled.READERS:
-        scaled.check(part)
-        return
-    form = FORMATS.get(part.format)
-    if form is None:
-        raise ModelError(
-            f"tensor `{part.name}` has format `{part.format}`; known are "
-            f"{', '.join((*FORMATS, *scaled.READERS))}",
-            code="HRT-2410",
-            fix="convert the model to one of these formats",
-        )
-    if part.shape[-1] % form.block or part.data.size != form.nbytes(prod(part.shape)):
-        expected = form.nbytes(prod(part.shape))
-        raise misfit(part, f"expected {expected}, rows of a multiple of {form.block}")
-
-
 def stored_rows(part: QuantTensor, device: torch.device) -> StoredRows:
     """A table [V, H] as it is in the file."""
-    check_tensor(part)
+    check_weight(part)
     rows = host_bytes(part.data).view(part.shape[0], -1).to(device)
     return StoredRows(rows, part.format, part.data)
 
 
 def dense(part: QuantTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor's values in `dtype`; a view of the file where format, dtype and device allow."""
-    check_tensor(part)
+    check_weight(part)
     if part.format in DENSE_DTYPES:
         data = host_bytes(part.data)
         return data.view(DENSE_DTYPES[part.format]).view(part.shape).to(device, dtype)

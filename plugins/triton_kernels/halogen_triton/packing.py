@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halogen_core.spi import FLOAT8, FORMATS, ModelError, QuantTensor, WeightRole, check_float8
+from halogen_core.spi import QuantTensor, UnsupportedOp, WeightRole, check_weight
 from halogen_triton.int8 import Int8
 from halogen_triton.launch import Tuning
 from halogen_triton.linear import Stacked, Weight
@@ -27,34 +26,18 @@ from halogen_triton.tiles import Tiles, tileable, tiled, untiled
 PACKED_FORMATS = (*PLANE_FORMATS, "W8A8")
 """Formats that stay packed on the device; 8-bit floats become dense in the compute dtype."""
 Part = Tensor | Planes | Int8
-_BLOCKS = {"INT4": (2, 1), "MXFP4": (32, 17), "W8A16": (1, 1), "W8A8": (1, 1)}
-"""Elements and bytes of a block of what `FORMATS` does not list."""
+GROUP = 32
+"""Kernels read 4-bit codes in blocks of so many, with one scale each."""
 
 
 def check(part: QuantTensor) -> None:
-    """Raises `ModelError` (HRT-2411) when the bytes do not fit format and shape."""
-    if part.format in FLOAT8:
-        check_float8(part)
-        return
-    form = FORMATS.get(part.format)
-    block, size = (form.block, form.bytes) if form else _BLOCKS.get(part.format, (0, 0))
-    *lead, k = part.shape
-    wrong = not block or k % block or part.data.size != prod(part.shape) // block * size
-    if not wrong and part.format in ("INT4", "W8A16", "W8A8"):
-        scale = part.aux.get("scale")
-        wrong = scale is None or list(scale.shape[: len(lead)]) != lead
-        wrong = wrong or part.aux.get("zero", scale).shape != scale.shape
-        if not wrong and part.format == "INT4":
-            # groups of whole blocks of 32: what the kernels read
-            wrong = k % scale.shape[-1] or k // scale.shape[-1] % 32
-    if wrong:
-        sizes = {key: value.shape for key, value in part.aux.items()}
-        raise ModelError(
-            f"tensor `{part.name}` of format `{part.format}` and shape {part.shape} has "
-            f"{part.data.size} bytes{f' and {sizes}' if sizes else ''}, which do not fit each "
-            "other or groups of a multiple of 32",
-            code="HRT-2411",
-            fix="fetch or convert it again, with groups of 32, 64 or 128 where it has groups",
+    """Raises `ModelError` where a tensor is damaged, `UnsupportedOp` for groups no kernel reads."""
+    check_weight(part)
+    if part.format == "INT4" and (size := part.shape[-1] // part.aux["scale"].shape[-1]) % GROUP:
+        raise UnsupportedOp(
+            f"weight `{part.name}` of format `INT4` has groups of {size} columns; the kernels read "
+            f"groups of a multiple of {GROUP}",
+            fix="take a checkpoint with groups of 32, 64 or 128, or another backend",
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from halogen_core.spi import ModelError, WeightRole
+from halogen_core.spi import HalogenError, WeightRole
 from halogen_triton.int8 import Int8, round_rows
 from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.linear import ExpertRows, Stacked, embedding_rows, expert_linear, linear
@@ -151,12 +151,19 @@ def test_w8a8_is_exact_on_rounded_activations(rows):
     near(got, x.cpu().double() @ want.T + bias.cpu().double(), 2e-2)
 
 
+def with_aux(**changed):
+    return lambda t: attrs.evolve(t, aux={**t.aux, **changed})
+
+
 DAMAGE = {
-    "too few bytes": lambda t: attrs.evolve(t, data=t.data[1:]),
-    "groups of 16": lambda t: attrs.evolve(t, aux={**t.aux, "scale": np.ones((4, 8), np.float16)}),
-    "no scale": lambda t: attrs.evolve(t, aux={}),
-    "zeros of another shape": lambda t: attrs.evolve(t, aux={**t.aux, "zero": np.ones((4, 1))}),
-    "unknown": lambda t: attrs.evolve(t, format="INT3"),
+    "too few bytes": (lambda t: attrs.evolve(t, data=t.data[1:]), "HRT-2411"),
+    "groups of 16": (with_aux(scale=np.ones((4, 8), np.float16)), "HRT-1102"),
+    "no scale": (lambda t: attrs.evolve(t, aux={}), "HRT-2411"),
+    "scales of fewer rows": (with_aux(scale=np.ones((3, 4), np.float16)), "HRT-2411"),
+    "zeros of another shape": (with_aux(zero=np.ones((4, 1))), "HRT-2411"),
+    "an order that names a column twice": (with_aux(perm=np.zeros(128, np.int32)), "HRT-2411"),
+    "an order of fewer columns": (with_aux(perm=np.arange(64, dtype=np.int32)), "HRT-2411"),
+    "unknown": (lambda t: attrs.evolve(t, format="INT3"), "HRT-2410"),
 }
 
 
@@ -164,6 +171,7 @@ DAMAGE = {
 def test_what_does_not_fit_is_refused(name):
     tensor, _ = random_weight("INT4", 4, 128, group=32, zeros=False)
     check(tensor)
-    with pytest.raises(ModelError) as failure:
-        check(DAMAGE[name](tensor))
-    assert failure.value.code == "HRT-2411"
+    spoil, code = DAMAGE[name]
+    with pytest.raises(HalogenError) as failure:
+        check(spoil(tensor))
+    assert failure.value.code == code
