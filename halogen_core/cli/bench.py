@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halogen_core.cli.bounds import Load, Profile, decode_bound, prefill_bound, verdict
+from halogen_core.cli.bounds import Load, decode_bound, prefill_bound, verdict
+from halogen_core.cli.profiles import Profile, find_profile, profile_of
 from halogen_core.cli.selftest import versions
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
@@ -34,7 +35,7 @@ Measured = tuple[Any, ...]
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="tokens")
 @click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="to make")
 @click.option("--runs", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--profile", help="a profile's name, or a JSON file, for the bounds")
+@click.option("--profile", help="for the bounds: a name or a JSON file; default: this device's")
 @click.option("--baseline", type=click.Path(path_type=Path), help="fail when 3 % off this result")
 @click.option("--fit-flash-threshold", is_flag=True, help="measure where flash attention pays")
 @click.option("--save", is_flag=True, help="keep the fitted threshold for later starts")
@@ -64,6 +65,8 @@ def command(  # noqa: PLR0913 - a command line has many flags
     from halogen_core.engine.building import build_engine
 
     works = plan_works(work, batch, prompt, tokens)
+    if profile is not None:
+        find_profile(profile, config.engine.backend)
     parts = _assemble(config)
     say = (lambda text: None) if as_json else click.echo
     engine = build_engine(parts.options)
@@ -126,15 +129,15 @@ def gauges(engine: Engine) -> dict[str, float]:
 
 
 def find(name: str | None, engine: Engine) -> Profile | None:
-    """The profile asked for; the host's own reading speed where the device is the host."""
-    from halogen_core.cli.bounds import find_profile
+    """The profile asked for, or of this device; the host's own reading speed where it is that."""
     from halogen_core.cli.host_profile import host_profile
 
+    info = engine.info
     if name is not None:
-        return find_profile(name, engine.info.backend)
+        return find_profile(name, info.backend)
     tier = engine.runner.backend.memory()[0]
     is_host = tier.shared_with_host and tier.bandwidth is None
-    return host_profile() if is_host else None
+    return host_profile() if is_host else profile_of(info.backend, info.device)
 
 
 def measure_all(
@@ -158,7 +161,7 @@ def bounds_of(engine: Engine, work: Work, profile: Profile | None) -> dict[str, 
     """The highest rates that the profile allows: by what was best measured, and by the peak."""
     if profile is None or work.kind == "mixed":
         return {"bound_best": None, "bound_peak": None, "profile": None}
-    load = load_of(engine, work)
+    load = load_of(engine, work, profile)
     found: dict[str, Any] = {"profile": profile.name}
     for kind, by_compute in (("best", "tuned"), ("peak", "peak")):
         bandwidth, compute = profile.bandwidth.get(kind), profile.compute.get(by_compute)
@@ -169,17 +172,19 @@ def bounds_of(engine: Engine, work: Work, profile: Profile | None) -> dict[str, 
     return found
 
 
-def load_of(engine: Engine, work: Work) -> Load:
+def load_of(engine: Engine, work: Work, profile: Profile) -> Load:
     """Bytes and operations of the engine's model at this work's mean context."""
-    from halogen_core.cli.bounds import active_share, kv_read_bytes
+    from halogen_core.cli.bounds import active_weights, kv_read_bytes
     from halogen_core.loader import open_model
 
     decoder = engine.runner.decoder.config
-    weight_bytes, elements = active_share(open_model(Path(engine.info.model_path)), decoder)
+    checkpoint = open_model(Path(engine.info.model_path))
+    active = active_weights(checkpoint, decoder, profile.packed_bytes)
     moe = decoder.layers[0].moe
     return Load(
-        weight_bytes=weight_bytes,
-        elements=elements,
+        weight_bytes=active.bytes,
+        elements=active.elements,
+        head=active.head,
         kv_bytes=kv_read_bytes(decoder, engine.info.kv_dtype, work.prompt + work.tokens // 2),
         sequences=work.batch,
         experts=None if moe is None else (moe.top_k, moe.num_experts),

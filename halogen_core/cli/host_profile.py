@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from halogen_core.cli.bounds import Profile
+from halogen_core.cli.profiles import Profile
 
 BYTES = 256 << 20
 REPEATS = 5

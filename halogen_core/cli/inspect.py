@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from halogen_core.cli.bounds import stored_bytes
+from halogen_core.cli.profiles import stored_bytes
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
 

@@ -9,58 +9,83 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import partial
-from math import prod
 from typing import Any
 
 import attrs
 import click
 
 from halogen_core.cli.bounds import (
-    Profile,
-    active_share,
-    find_profile,
+    ActiveWeights,
+    active_weights,
     kv_bytes_per_token,
     kv_read_bytes,
-    stored_bytes,
 )
+from halogen_core.cli.profiles import Profile, find_profile
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
-from halogen_core.errors import ConfigError, OutOfMemory
-from halogen_core.spi import Checkpoint, DecoderConfig, QuantTensor
+from halogen_core.engine.fitting import FULL_LENGTH_SEQUENCES, workspace_bytes
+from halogen_core.errors import ConfigError, OutOfMemory, UnsupportedOp
+from halogen_core.loader.sizes import used_names
+from halogen_core.spi import Checkpoint, DecoderConfig
 
+MIB = 1 << 20
 GIB = 1 << 30
 
 
 @attrs.frozen(kw_only=True)
 class Workload:
-    """What the user wants to run."""
+    """What the user wants to run; lengths in tokens, sizes in bytes."""
 
     context: int
     kv_dtype: str
     block_size: int
-    batch_tokens: int
+    max_batch_tokens: int = 2048
+    max_batch: int = 64
     host_bytes: int = 0
     """Of a host tier below the device pool."""
+    kv_ratio: float = 0.85
+    """Share of what is left that an engine takes by itself."""
+
+
+@attrs.frozen(kw_only=True)
+class Room:
+    """What is left for KV, in bytes and in blocks."""
+
+    left: int
+    block_bytes: int
+    block_size: int
+    session_blocks: int
+    """Of one sequence of full context."""
+    own_blocks: int
+    """That an engine takes when it is given no size."""
+
+    @property
+    def blocks(self) -> int:
+        """One more, for padding, belongs to the pool and to no sequence."""
+        return max(0, self.left // self.block_bytes - 1)
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
 
 
 @click.command("plan")
 @click.option("--model", required=True, help="a name, a file or a directory")
-@click.option("--profile", "profile_name", required=True, help="a profile's name, or a JSON file")
+@click.option("--profile", "profile_name", help="a profile's name, or a JSON file")
 @click.option("--backend", help="whose profile; default: the profile's own")
 @click.option("--context", type=click.IntRange(1), help="tokens per session; default: the model's")
 @click.option("--kv-dtype", help="storage of the KV cache; default: the profile's first")
-@click.option("--batch-tokens", type=click.IntRange(1), default=2048, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="for programs")
-@with_settings(also=("models_dir", "host_pool_size"))
+@with_settings(
+    also=("models_dir", "host_pool_size", "max_batch", "max_batch_tokens", "kv_cache_ratio")
+)
 def command(
     config: Config,
     model: str,
-    profile_name: str,
+    profile_name: str | None,
     backend: str | None,
     context: int | None,
     kv_dtype: str | None,
-    batch_tokens: int,
     as_json: bool,
 ) -> None:
     """Plan MODEL on a device that need not be here: memory, sessions, bounds, fallbacks."""
@@ -75,8 +100,10 @@ def command(
         context=context or decoder.context_length,
         kv_dtype=kv_dtype or profile.kv_dtypes[0],
         block_size=profile.kv_block_sizes[0],
-        batch_tokens=batch_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens,
+        max_batch=config.engine.max_batch,
         host_bytes=config.cache.host_pool_size,
+        kv_ratio=config.cache.share,
     )
     about = plan(checkpoint, decoder, profile, work)
     click.echo(json.dumps(about, indent=2) if as_json else "\n".join(lines(about)))
@@ -85,97 +112,136 @@ def command(
 def plan(
     checkpoint: Checkpoint, decoder: DecoderConfig, profile: Profile, work: Workload
 ) -> dict[str, Any]:
-    """The plan as data; raises `OutOfMemory` with the arithmetic when it cannot fit."""
-    _check_workload(profile, work)
-    tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
-    kept = partial(_packed_bytes, profile=profile)
-    static = sum(kept(tensor) for tensor in tensors)
-    per_token = kv_bytes_per_token(decoder, work.kv_dtype)
-    temp = workspace_bytes(decoder, work.batch_tokens)
-    left = profile.free - profile.reserve - static - temp - profile.graph
-    tokens = max(0, left) // (per_token * work.block_size) * work.block_size
+    """The plan as data; raises `OutOfMemory` with the arithmetic when it cannot fit.
+
+    Sizes are those that an engine on the device asks for (`halogen_core.engine.fitting`).
+    """
+    _check_workload(decoder, profile, work)
+    tensors = [checkpoint.tensor(name) for name in used_names(checkpoint, decoder)]
+    pools = {
+        "static": sum(profile.packed_bytes(tensor) for tensor in tensors),
+        "temp": workspace_bytes(
+            decoder, max_batch=work.max_batch, max_batch_tokens=work.max_batch_tokens
+        ),
+        "graph": profile.graph,
+        "reserve": profile.reserve,
+    }
+    room = _room(decoder, work, profile.free - sum(pools.values()))
     arithmetic = [
-        f"free {_gib(profile.free)} - reserve {_gib(profile.reserve)} - weights {_gib(static)} - "
-        f"workspace {_gib(temp)} - captured steps {_gib(profile.graph)} = {_gib(left)} for KV",
-        f"KV {per_token / 1024:.1f} KiB per token in {work.kv_dtype}: {tokens} tokens = "
-        f"{tokens // work.context} sessions of {work.context}",
-        *_host_tier(profile, work, per_token),
+        f"free {_gib(profile.free)} - reserve {_gib(profile.reserve)} - weights "
+        f"{_gib(pools['static'])} - workspace {_gib(pools['temp'])} - captured steps "
+        f"{_gib(profile.graph)} = {_gib(room.left)} for KV",
+        f"KV {room.block_bytes / room.block_size / 1024:.1f} KiB per token in {work.kv_dtype}: "
+        f"{room.tokens} tokens = {room.tokens // work.context} sessions of {work.context}",
     ]
-    if tokens < work.context:
-        raise OutOfMemory(
-            f"one session of {work.context} tokens needs {_gib(per_token * work.context)} of KV; "
-            + "; ".join(arithmetic),
-            code="HRT-3420",
-            fix="use a smaller or more quantised model, a shorter --context, or --kv-dtype q8_0",
-        )
-    active = active_share(checkpoint, decoder, kept)
-    formats = Counter(t.format for t in tensors)
+    if room.blocks < room.session_blocks:
+        raise _too_large(room, work, arithmetic)
+    arithmetic += [_own_choice(room, work), *_host_tier(profile, work, room)]
     return {
         "model": checkpoint.path,
         "profile": profile.name,
         "device": profile.device,
         "source": profile.source,
-        "pools": {
-            "static": static,
-            "dynamic": left,
-            "temp": temp,
-            "graph": profile.graph,
-            "reserve": profile.reserve,
-        },
-        "kv_tokens": tokens,
-        "sessions": tokens // work.context,
+        "pools": {"static": pools.pop("static"), "dynamic": room.left, **pools},
+        "kv_tokens": room.tokens,
+        "sessions": room.tokens // work.context,
         "context": work.context,
         "arithmetic": arithmetic,
-        "bounds": bounds(decoder, profile, work, active),
-        "fallbacks": fallbacks(decoder, profile, formats),
-        "formats": dict(formats),
+        "bounds": bounds(
+            decoder, profile, work, active_weights(checkpoint, decoder, profile.packed_bytes)
+        ),
+        "fallbacks": fallbacks(profile, Counter(t.format for t in tensors)),
+        "formats": dict(Counter(t.format for t in tensors)),
     }
 
 
-def _host_tier(profile: Profile, work: Workload, per_token: int) -> list[str]:
-    """What a host tier adds, a line."""
-    if not work.host_bytes:
+def _room(decoder: DecoderConfig, work: Workload, left: int) -> Room:
+    each = kv_bytes_per_token(decoder, work.kv_dtype) * work.block_size
+    session = -(-work.context // work.block_size)
+    most = session * min(work.max_batch, FULL_LENGTH_SEQUENCES)
+    return Room(
+        left=left,
+        block_bytes=each,
+        block_size=work.block_size,
+        session_blocks=session,
+        own_blocks=min(most, max(0, int(left * work.kv_ratio) // each - 1)),
+    )
+
+
+def _too_large(room: Room, work: Workload, arithmetic: list[str]) -> OutOfMemory:
+    fix = "use a smaller or more quantised model, or --kv-dtype q8_0"
+    if room.tokens:
+        fix = f"set --context to at most {room.tokens}, or {fix}"
+    return OutOfMemory(
+        f"one session of {work.context} tokens needs "
+        f"{_gib((room.session_blocks + 1) * room.block_bytes)} of KV; " + "; ".join(arithmetic),
+        code="HRT-3420",
+        fix=fix,
+    )
+
+
+def _own_choice(room: Room, work: Workload) -> str:
+    """What `serve` does with the room, and how it gets all of it."""
+    all_of_it = f"--pool-size {room.left // MIB}MiB takes all"
+    if room.own_blocks < room.session_blocks:
+        share = f"{100 * work.kv_ratio:g} %"
+        return f"`halogen serve` takes {share} by itself, too little for a session; {all_of_it}"
+    sessions = room.own_blocks * room.block_size // work.context
+    return (
+        f"`halogen serve` takes {_gib((room.own_blocks + 1) * room.block_bytes)} of it by itself, "
+        f"{sessions} sessions of {work.context}; {all_of_it}"
+    )
+
+
+def _host_tier(profile: Profile, work: Workload, room: Room) -> list[str]:
+    """What a host tier adds, a line; raises where an engine would."""
+    size, each = work.host_bytes, room.block_bytes
+    if not size:
         return []
-    if profile.shared_with_host:
-        return [
-            f"host tier {_gib(work.host_bytes)}: one memory, so it is part of the KV above: it "
-            "copies nothing and adds nothing"
-        ]
-    tokens = work.host_bytes // (per_token * work.block_size) * work.block_size
-    return [f"host tier {_gib(work.host_bytes)}: {tokens} more tokens of prefixes, by copies"]
+    if size < each:
+        raise ConfigError(
+            f"`host_pool_size` is {size} bytes; one KV block takes {each}",
+            code="HRT-3304",
+            fix="raise --host-pool-size, or leave it out",
+        )
+    if not profile.shared_with_host:
+        tokens = size // each * work.block_size
+        return [f"host tier {_gib(size)}: {tokens} more tokens of prefixes, by copies"]
+    beside = (room.blocks - room.own_blocks) * each
+    if size // each * each > beside:
+        raise OutOfMemory(
+            f"the host tier of {_gib(size)} is the same memory as the KV pool: {_gib(beside)} fit "
+            f"beside the {_gib((room.own_blocks + 1) * each)} that `halogen serve` takes",
+            code="HRT-3305",
+            fix=f"set --host-pool-size to at most {beside // MIB}MiB, or leave it out",
+        )
+    return [
+        f"host tier {_gib(size)}: one memory, so it is part of the KV above: it "
+        "copies nothing and adds nothing"
+    ]
 
 
 def bounds(
-    decoder: DecoderConfig, profile: Profile, work: Workload, active: tuple[int, int]
+    decoder: DecoderConfig, profile: Profile, work: Workload, active: ActiveWeights
 ) -> dict[str, dict[str, float]]:
     """Upper bounds on tokens per second of one stream, by kind of rate."""
-    weight_bytes, elements = active
     full = kv_read_bytes(decoder, work.kv_dtype, work.context)
+    bandwidth, compute = profile.bandwidth.items(), profile.compute.items()
     return {
-        "decode_tok_s_empty": {k: v / weight_bytes for k, v in profile.bandwidth.items()},
-        "decode_tok_s_full": {k: v / (weight_bytes + full) for k, v in profile.bandwidth.items()},
-        "prefill_tok_s": {k: v / (2 * elements) for k, v in profile.compute.items()},
+        "decode_tok_s_empty": {k: v / active.bytes for k, v in bandwidth},
+        "decode_tok_s_full": {k: v / (active.bytes + full) for k, v in bandwidth},
+        "prefill_tok_s": {k: v / (2 * (active.elements - active.head)) for k, v in compute},
     }
 
 
-def fallbacks(decoder: DecoderConfig, profile: Profile, formats: Counter[str]) -> list[str]:
+def fallbacks(profile: Profile, formats: Counter[str]) -> list[str]:
     """What would not run natively, a sentence each."""
     found = [f"op `{op}`: {why}" for op, why in sorted(profile.fallback_ops.items())]
     for name in sorted(formats):
         kind = profile.weight_formats.get(name, "unknown")
         if kind != "native" and name != "F32":
             found.append(f"format {name} ({formats[name]} tensors): {kind}")
-    wide = max(layer.attention.head_dim for layer in decoder.layers)
-    if wide > profile.head_dim_max:
-        found.append(f"head dim {wide} is over {profile.head_dim_max}: attention is refused")
     return found
-
-
-def workspace_bytes(decoder: DecoderConfig, tokens: int) -> int:
-    """Activations of the largest step in 16 bits, and float32 logits of 256 rows."""
-    moe = decoder.layers[0].moe
-    inner = decoder.intermediate_size * (moe.top_k if moe else 1)
-    return tokens * 2 * (6 * decoder.hidden_size + 3 * inner) + 256 * 4 * decoder.vocab_size
 
 
 def lines(about: dict[str, Any]) -> list[str]:
@@ -189,7 +255,7 @@ def lines(about: dict[str, Any]) -> list[str]:
     return [*found, f"profile from {about['source']}"]
 
 
-def _check_workload(profile: Profile, work: Workload) -> None:
+def _check_workload(decoder: DecoderConfig, profile: Profile, work: Workload) -> None:
     if work.kv_dtype not in profile.kv_dtypes:
         raise ConfigError(
             f"kv dtype is `{work.kv_dtype}`;"
@@ -197,13 +263,19 @@ def _check_workload(profile: Profile, work: Workload) -> None:
             code="HRT-3401",
             fix="check --kv-dtype",
         )
-
-
-def _packed_bytes(tensor: QuantTensor, profile: Profile) -> int:
-    """On the device: as stored where that is native, else 16 bits for each element."""
-    if profile.weight_formats.get(tensor.format) == "native":
-        return stored_bytes(tensor)
-    return 2 * prod(tensor.shape)
+    if work.context > decoder.context_length:
+        raise ConfigError(
+            f"`context` is {work.context}; the model allows {decoder.context_length} tokens",
+            code="HRT-5033",
+            fix=f"set --context to at most {decoder.context_length}",
+        )
+    wide = max(layer.attention.head_dim for layer in decoder.layers)
+    if wide > profile.head_dim_max:
+        raise UnsupportedOp(
+            f"head dim is {wide}; attention of `{profile.backend}` takes {profile.head_dim_max} "
+            "at most",
+            fix="choose another model or backend",
+        )
 
 
 def _gib(size: float) -> str:

@@ -41,21 +41,24 @@ def memory_request(
 ) -> MemoryRequest:
     """What must fit beside weights of `static_bytes`."""
     blocks_per_sequence = -(-context // layout.spec.block_size)
+    most = blocks_per_sequence * min(options.max_batch, FULL_LENGTH_SEQUENCES)
     return MemoryRequest(
         static_bytes=static_bytes,
-        temp_bytes=_workspace_bytes(options, config),
+        temp_bytes=workspace_bytes(
+            config, max_batch=options.max_batch, max_batch_tokens=options.max_batch_tokens
+        ),
         kv_layout=layout,
         kv_bytes=options.kv_bytes,
         kv_ratio=options.kv_ratio,
         host_reserve=options.host_reserve,
         min_blocks=blocks_per_sequence,
-        max_blocks=blocks_per_sequence * min(options.max_batch, FULL_LENGTH_SEQUENCES),
+        max_blocks=most if options.kv_bytes is None else None,
     )
 
 
-def _workspace_bytes(options: EngineOptions, config: DecoderConfig) -> int:
+def workspace_bytes(config: DecoderConfig, *, max_batch: int, max_batch_tokens: int) -> int:
     """Float32 activations of the largest step: widest tensors of a layer, and logits."""
     spec = config.layers[0].attention
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
-    return 4 * (options.max_batch_tokens * row + 3 * options.max_batch * config.vocab_size)
+    return 4 * (max_batch_tokens * row + 3 * max_batch * config.vocab_size)

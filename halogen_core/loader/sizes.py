@@ -12,13 +12,14 @@ def least_bytes(checkpoint: Checkpoint, config: DecoderConfig) -> int:
 
     Packing may make them larger, never smaller; F32 counts half: devices keep it in 16 bits.
     """
+    return sum(_least(checkpoint, name) for name in used_names(checkpoint, config))
+
+
+def used_names(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
+    """The tensors that the decoder loads."""
     layers = tuple(f"blk.{index}." for index in range(config.num_layers))
-    return sum(_least(checkpoint, name) for name in checkpoint.names() if _used(name, layers))
-
-
-def _used(name: str, layers: tuple[str, ...]) -> bool:
     # heads that draft and towers that see have layers and names beyond these
-    return name.startswith(layers) or not name.startswith("blk.")
+    return [n for n in checkpoint.names() if n.startswith(layers) or not n.startswith("blk.")]
 
 
 def _least(checkpoint: Checkpoint, name: str) -> int:

@@ -2,12 +2,13 @@
 
 import itertools
 
+import attrs
 import pytest
 
 from halogen_core.cli.bench import bounds_of, load_of
 from halogen_core.cli.bench_runs import Work, measure
-from halogen_core.cli.bounds import Profile
 from halogen_core.cli.flash_fit import measure_flash
+from halogen_core.cli.profiles import Profile
 from halogen_core.engine.rehearsal import Part, StepKind, rehearse, step_kinds
 from halogen_core.errors import ConfigError
 from halogen_core.spi import Limits
@@ -64,17 +65,22 @@ def test_rehearsed_sequences_share_blocks_where_the_pool_is_small(make_engine):
 def test_bounds_follow_the_model(tiny_gguf, make_engine):
     engine = make_engine(64, model_path=str(tiny_gguf))
     work = Work(kind="decode", batch=2, prompt=30, tokens=20)
-    load = load_of(engine, work)
-    # two layers, two KV heads of 16, K and V in f32
-    assert load.kv_bytes == 40 * 2 * 2 * 2 * 16 * 4
     profile = Profile(
         name="p", backend="b", device="d", source="s", free=0, reserve=0,
         bandwidth={"best": 1e9, "peak": 2e9}, compute={"tuned": 1e12, "peak": 2e12},
         weight_formats={}, kv_dtypes=(), kv_block_sizes=(), head_dim_max=0, fallback_ops={},
     )  # fmt: skip
+    load = load_of(engine, work, profile)
+    # two layers, two KV heads of 16, K and V in f32
+    assert load.kv_bytes == 40 * 2 * 2 * 2 * 16 * 4
     found = bounds_of(engine, work, profile)
     assert found["bound_best"] == pytest.approx(2e9 / (load.weight_bytes + 2 * load.kv_bytes))
     assert found["bound_peak"] == pytest.approx(2 * found["bound_best"])
+    # a device that keeps 32 bits in 16 reads half of the matrices
+    halved = attrs.evolve(profile, packed_bits={"F32": 16})
+    less = load.weight_bytes - load_of(engine, work, halved).weight_bytes
+    norms = 4 * (2 * 2 + 1) * 48
+    assert less == (load.weight_bytes - norms) / 2
 
 
 def test_a_backend_with_one_path_has_nothing_to_fit(make_engine):

@@ -55,3 +55,21 @@ def test_sizes_from_headers_are_never_more_than_what_is_packed(tiny_gguf, checkp
     assert least_bytes(checkpoint, config) == 0, "not ours to know"
     fewer = attrs.evolve(config, layers=config.layers[:-1])
     assert 0 < least_bytes(stored, fewer) < least
+
+
+def test_an_exact_pool_is_exact(tiny_gguf):
+    """Only without a size does the engine stop at eight sequences of full context."""
+    checkpoint = open_model(tiny_gguf)
+    config = config_of(checkpoint)
+
+    def blocks(**changes):
+        options = engine_options(str(tiny_gguf), **changes)
+        engine = assemble_engine(options, device(1 << 30), checkpoint, config)
+        size = engine.runner.kv.layout.bytes_per_block
+        engine.close()
+        return engine.plan.num_blocks, size
+
+    own, size = blocks()
+    assert own == 8 * config.context_length // 8
+    wanted = 3 * own * size
+    assert blocks(kv_bytes=wanted)[0] == wanted // size - 1

@@ -19,6 +19,9 @@ def test_bounds_by_hand():
     assert decode_bound(load, 140e9, None) == pytest.approx(40)
     assert decode_bound(load, 140e9, 40e9 * 25) == pytest.approx(25), "compute binds"
     assert prefill_bound(load, 4e12) == pytest.approx(100)
+    # of a prompt only the last token meets the output head
+    headed = Load(weight_bytes=1, elements=20 * 10**9, head=12 * 10**9)
+    assert prefill_bound(headed, 4e12) == pytest.approx(250)
 
 
 def test_a_batch_meets_more_experts():

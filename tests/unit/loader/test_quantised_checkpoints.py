@@ -162,11 +162,13 @@ def test_mxfp4_in_a_gguf_file(tmp_path):
 
 
 def test_planning_knows_the_sizes(tmp_path):
-    from halogen_core.cli.bounds import active_share
+    from halogen_core.cli.bounds import active_weights
     from halogen_core.models import config_of
 
     model = open_model(write_packed(tmp_path / "m", Packer("awq"), llama_shapes()))
-    size, elements = active_share(model, config_of(model))
-    assert elements == sum(int(np.prod(shape)) for shape in llama_shapes().values())
+    found = active_weights(model, config_of(model))
+    assert found.elements == sum(int(np.prod(shape)) for shape in llama_shapes().values())
     tensors = [model.tensor(name) for name in model.names()]
-    assert size == sum(t.data.nbytes + sum(a.nbytes for a in t.aux.values()) for t in tensors)
+    assert found.bytes == sum(
+        t.data.nbytes + sum(a.nbytes for a in t.aux.values()) for t in tensors
+    )
