@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import attrs
 import click
@@ -31,12 +32,12 @@ LOOKS = {
     "--root",
     default="/",
     type=click.Path(exists=True, file_okay=False),
-    help="judge a copy of another machine's /proc and /sys",
+    help="judge a copy of another machine's /proc and /sys, with what its `env` and commands said",
 )
 @with_settings(also=("plugins", "no_plugin", "cache_dir"))
 def command(config: Config, as_json: bool, root: str) -> None:
     """Check this machine and what is installed; exit code 1 when something must be mended."""
-    context = DoctorContext(root=root, environment=environment(), live=root == "/")
+    context = where_to_look(root)
     registry = PluginRegistry.discover(plugin_options(config))
     findings = [*core_findings(context), *plugin_findings(registry, context)]
     if context.live:
@@ -47,6 +48,28 @@ def command(config: Config, as_json: bool, root: str) -> None:
         for finding in findings:
             _show(finding)
     sys.exit(int(worst(findings) is Severity.ERROR))
+
+
+def where_to_look(root: str) -> DoctorContext:
+    """This machine, or a copied tree: nothing of this machine counts there.
+
+    Beside the copied folders a tree may hold `environ` (what `env` printed) and a folder `commands`
+    with a file for each command line, such as `id -Gn`, of what it printed.
+    """
+    if root == "/":
+        return DoctorContext(root=root, environment=environment())
+    kept = Path(root, "environ")
+    lines = kept.read_text(errors="replace").splitlines() if kept.is_file() else []
+    return DoctorContext(
+        root=root,
+        environment=dict(line.split("=", 1) for line in lines if "=" in line),
+        commands={
+            file.name: file.read_text(errors="replace").strip()
+            for file in Path(root, "commands").glob("*")
+            if file.is_file()
+        },
+        live=False,
+    )
 
 
 def _show(finding: Finding) -> None:

@@ -23,8 +23,9 @@ OLDEST_PYTHON = (3, 11)
 
 def core_findings(context: DoctorContext) -> Iterator[Finding]:
     """Python, torch, memory, swap, CPU governor."""
-    yield from _python()
-    yield from _torch()
+    if context.live:
+        yield from _python()
+        yield from _torch()
     yield from _memory(context)
     yield from _swap(context)
     yield from _governor(context)

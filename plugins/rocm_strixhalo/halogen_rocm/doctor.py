@@ -6,16 +6,17 @@ No rule ever advises to switch thermal protection off.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from halogen_core.spi import DoctorContext, Finding, Severity
-from halogen_rocm.doctor_memory import memory_findings
+from halogen_rocm.doctor_memory import asked_limits, memory_findings, pages_limit_advice
 from halogen_rocm.doctor_power import power_findings
 from halogen_rocm.doctor_software import software_findings
 from halogen_rocm.findings import finding, found
 from halogen_rocm.memory import GIB
 from halogen_rocm.platform import GFX1151, PAGE, STRIX_HALO, Gpu, Platform, read_platform, text
+from halogen_rocm.probe import hidden_gpu
 
 SIMDS = 80
 """Two in each of 40 compute units."""
@@ -26,18 +27,17 @@ BROKEN_FIRMWARE = "20251125"
 def findings(context: DoctorContext) -> Iterator[Finding]:
     """Everything about AMD GPUs here; nothing where there is none."""
     platform = read_platform(context.root)
-    if not platform.gpus:
-        return
     gpu = platform.strix_halo
     if gpu is None:
+        yield from _hidden(platform)
         yield from _other_gpus(platform)
         return
     yield from _chip(gpu)
     yield from _nodes(platform)
     yield from _kernel(platform)
     yield from _firmware(context)
-    yield from _override(context.environment)
-    yield from _cmdline(platform)
+    yield from _override(context)
+    yield from _cmdline(platform, gpu)
     yield from software_findings(context)
     yield from memory_findings(context, platform, gpu)
     yield from power_findings(context, platform, gpu)
@@ -57,6 +57,13 @@ def _chip(gpu: Gpu) -> Iterator[Finding]:
         yield finding("rocm.gpu", Severity.INFO, f"{what}; {units}", "expect less of prefill")
     else:
         yield found("rocm.gpu", what)
+
+
+def _hidden(platform: Platform) -> Iterator[Finding]:
+    """A chip whose GPU nobody can use: silence would look as if all were well."""
+    if reason := hidden_gpu(platform):
+        severity = Severity.ERROR if reason.code == "no_driver" else Severity.WARNING
+        yield finding("rocm.gpu.hidden", severity, reason.text, reason.hint)
 
 
 def _other_gpus(platform: Platform) -> Iterator[Finding]:
@@ -158,10 +165,12 @@ def _firmware_packages(context: DoctorContext) -> Iterator[Finding]:
         )
 
 
-def _override(environment: Mapping[str, str]) -> Iterator[Finding]:
-    value = environment.get("HSA_OVERRIDE_GFX_VERSION")
+def _override(context: DoctorContext) -> Iterator[Finding]:
+    value = context.environment.get("HSA_OVERRIDE_GFX_VERSION")
     if value is None:
-        yield found("rocm.override", "HSA_OVERRIDE_GFX_VERSION is not set")
+        # of a copied tree nobody may have kept the variables
+        if context.live or context.environment:
+            yield found("rocm.override", "HSA_OVERRIDE_GFX_VERSION is not set")
     elif value == "11.5.1":
         yield finding(
             "rocm.override",
@@ -179,10 +188,9 @@ def _override(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _cmdline(platform: Platform) -> Iterator[Finding]:
+def _cmdline(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
     line = platform.cmdline
-    pages = _parameter(line, r"(?:amd)?ttm\.pages_limit")
-    megabytes = _parameter(line, r"amdgpu\.gttsize")
+    pages, megabytes = asked_limits(platform)
     if pages and megabytes and abs(pages * PAGE - (megabytes << 20)) > GIB:
         yield finding(
             "rocm.cmdline.gtt",
@@ -190,7 +198,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             f"ttm.pages_limit={pages} is {pages * PAGE / GIB:.1f} GiB, "
             f"amdgpu.gttsize={megabytes} is "
             f"{megabytes / 1024:.1f} GiB: one of them has a wrong digit",
-            f"keep ttm.pages_limit={megabytes * 256} alone (GiB x 262144)",
+            f"keep {pages_limit_advice(platform, gpu)} alone",
             line,
         )
     elif megabytes:
@@ -198,7 +206,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             "rocm.cmdline.gtt",
             Severity.INFO,
             "amdgpu.gttsize is deprecated",
-            "use ttm.pages_limit (GiB x 262144)",
+            f"use {platform.memory_module}.pages_limit (GiB x 262144)",
             line,
         )
     if re.search(r"\bamd_iommu=pt\b", line):
@@ -216,7 +224,7 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             "the IOMMU is on: prefill is 5 to 16 % slower",
             "amd_iommu=off gains that and takes the NPU away",
         )
-    if "amdttm" in platform.modules and "ttm" not in platform.modules and "ttm.pages" in line:
+    if platform.memory_module == "amdttm" and re.search(r"(?<!\w)ttm\.pages_limit", line):
         yield finding(
             "rocm.cmdline.module",
             Severity.WARNING,
@@ -233,8 +241,3 @@ def _cmdline(platform: Platform) -> Iterator[Finding]:
             "leave it out",
             line,
         )
-
-
-def _parameter(line: str, name: str) -> int:
-    value = re.search(rf"(?<![\w.]){name}=(\d+)", line)
-    return int(value.group(1)) if value else 0

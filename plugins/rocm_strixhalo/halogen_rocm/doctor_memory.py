@@ -10,9 +10,11 @@ from halogen_core.spi import DoctorContext, Finding, MemoryTier, Severity
 from halogen_rocm.findings import finding, found
 from halogen_rocm.locking import engines
 from halogen_rocm.memory import GIB, RESERVE, Ledger, device_tier, host_tier
-from halogen_rocm.platform import Gpu, Platform, text
+from halogen_rocm.platform import PAGE, Gpu, Platform, text
 
 LARGE_CARVE_OUT = 2 * GIB
+CARVE_OUT = 512 << 20
+"""What the BIOS keeps at least where it is told to."""
 LEAK = 8 * GIB
 HUGE = 2 << 20
 SCATTERED = 0.1
@@ -42,16 +44,46 @@ def _memory(platform: Platform, gpu: Gpu) -> Iterator[Finding]:
             Severity.WARNING,
             f"the BIOS keeps {gpu.vram_total / GIB:.1f} GiB from the host as VRAM; GTT is "
             f"{gpu.gtt_total / GIB:.1f} GiB, and the two are never added",
-            "set the UMA frame buffer to 512 MiB (not Auto) and raise ttm.pages_limit",
+            "set the UMA frame buffer to 512 MiB (not Auto)",
         )
-    if platform.mem_total and gpu.gtt_total < 0.75 * platform.mem_total:
-        wanted = max(1, int((platform.mem_total - RESERVE) / GIB))
+    whole = _whole_memory(platform, gpu)
+    if whole and gpu.gtt_total < 0.75 * whole:
+        first = "after that " if gpu.vram_total > LARGE_CARVE_OUT else ""
         yield finding(
             "rocm.memory.gtt",
             Severity.WARNING,
-            f"the GPU may map {gpu.gtt_total / GIB:.1f} of {platform.mem_total / GIB:.1f} GiB",
-            f"boot with ttm.pages_limit={wanted * 262144} ({wanted} GiB x 262144)",
+            f"the GPU may map {gpu.gtt_total / GIB:.1f} of {whole / GIB:.1f} GiB",
+            f"{first}boot with {pages_limit_advice(platform, gpu)}",
         )
+
+
+def _whole_memory(platform: Platform, gpu: Gpu) -> int:
+    """The host's memory once a large carve-out is given back; 0: not known."""
+    returned = gpu.vram_total - CARVE_OUT if gpu.vram_total > LARGE_CARVE_OUT else 0
+    return platform.mem_total + returned if platform.mem_total else 0
+
+
+def asked_limits(platform: Platform) -> tuple[int, int]:
+    """(`pages_limit` in pages, `gttsize` in MiB) of the kernel's command line; 0: not given."""
+
+    def value(name: str) -> int:
+        found = re.search(rf"(?<![\w.]){name}=(\d+)", platform.cmdline)
+        return int(found[1]) if found else 0
+
+    return value(r"(?:amd)?ttm\.pages_limit"), value(r"amdgpu\.gttsize")
+
+
+def pages_limit_advice(platform: Platform, gpu: Gpu) -> str:
+    """The limit to boot with: the larger one asked for where that is sane, else all but a reserve.
+
+    Every rule advises the same.
+    """
+    whole = _whole_memory(platform, gpu)
+    pages, megabytes = asked_limits(platform)
+    asked = max(pages * PAGE, megabytes << 20)
+    size = asked if 0.75 * whole <= asked <= whole else max(GIB, whole - RESERVE)
+    gib = size // GIB
+    return f"{platform.memory_module}.pages_limit={gib * 262144} ({gib} GiB x 262144)"
 
 
 def _host_tier(platform: Platform, gpu: Gpu, device: MemoryTier) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from halogen_rocm.platform import text
 ROCM_INDEX = "pip install torch --index-url https://rocm.nightlies.amd.com/v2/gfx1151/"
 OLDEST_ROCM = (7, 0)
 GROUPS = ("render", "video")
+TIMEOUT_S = 10.0
 
 
 def software_findings(context: DoctorContext) -> Iterator[Finding]:
@@ -50,8 +54,10 @@ def _torch_build(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _rocminfo(context: DoctorContext) -> Iterator[Finding]:
-    """Captured output of `rocminfo`, where it was given."""
+    """Output of `rocminfo`, captured or live, where it is installed."""
     shown = context.commands.get("rocminfo")
+    if shown is None and context.live:
+        shown = _output("rocminfo")
     if shown is None:
         return
     names = re.findall(r"^\s*Name:\s+(gfx\w+)", shown, flags=re.MULTILINE)
@@ -64,6 +70,19 @@ def _rocminfo(context: DoctorContext) -> Iterator[Finding]:
             f"rocminfo lists {', '.join(names) or 'no GPU'}, not gfx1151",
             "join the groups render and video, unset HSA_OVERRIDE_GFX_VERSION, install ROCm 7",
         )
+
+
+def _output(command: str) -> str | None:
+    """All that a command without arguments says; None: it cannot be run."""
+    path = shutil.which(command)
+    try:
+        done = subprocess.run(
+            [path or f"/opt/rocm/bin/{command}"],
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout + done.stderr
 
 
 def _rocm_version(context: DoctorContext) -> Iterator[Finding]:
@@ -89,7 +108,6 @@ def _groups(context: DoctorContext) -> Iterator[Finding]:
     shown = context.commands.get("id -Gn")
     if shown is None and context.live:
         import grp
-        import os
 
         names = {g.gr_gid: g.gr_name for g in grp.getgrall()}
         shown = " ".join(names.get(n, str(n)) for n in {*os.getgroups(), os.getegid()})

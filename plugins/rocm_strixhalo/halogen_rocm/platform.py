@@ -64,11 +64,25 @@ class Platform:
     """Process ids with KFD contexts; None: cannot be listed."""
     has_kfd: bool
     render_nodes: tuple[str, ...]
+    cpu: str
+    """Its model name; empty where it is not told."""
+    on_bus: bool
+    """A Strix Halo's GPU is a PCI device here, whether or not a driver has it."""
 
     @property
     def strix_halo(self) -> Gpu | None:
         """The integrated GPU this backend is for."""
         return next((gpu for gpu in self.gpus if gpu.is_strix_halo), None)
+
+    @property
+    def has_strix_halo_cpu(self) -> bool:
+        """Whether the CPU is of a chip that has such a GPU."""
+        return "RYZEN AI MAX" in self.cpu.upper()
+
+    @property
+    def memory_module(self) -> str:
+        """The kernel module whose `pages_limit` counts here: distributors' kernels rename it."""
+        return "amdttm" if "amdttm" in self.modules and "ttm" not in self.modules else "ttm"
 
 
 def read_platform(root: str = "/") -> Platform:
@@ -97,7 +111,17 @@ def read_platform(root: str = "/") -> Platform:
         else None,
         has_kfd=(top / "dev/kfd").exists(),
         render_nodes=tuple(sorted(p.name for p in (top / "dev/dri").glob("renderD*"))),
+        cpu=_cpu(top),
+        on_bus=any(
+            (_hex(vendor), _hex(vendor.with_name("device"))) == STRIX_HALO
+            for vendor in (top / "sys/bus/pci/devices").glob("*/vendor")
+        ),
     )
+
+
+def _cpu(root: Path) -> str:
+    found = re.search(r"^model name\s*: (.*)$", text(root / "proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def compaction_stalls(root: str = "/") -> int:

@@ -48,6 +48,8 @@ def _archs(torch: Any) -> list[str]:
 def hardware_reason(platform: Platform) -> Reason | None:
     """Why this machine cannot run the backend, whatever is installed."""
     gpu = platform.strix_halo
+    if gpu is None and (hidden := hidden_gpu(platform)):
+        return hidden
     if gpu is None:
         others = ", ".join(f"{_named(g)}" for g in platform.gpus) or "no AMD GPU"
         return Reason(
@@ -70,6 +72,30 @@ def hardware_reason(platform: Platform) -> Reason | None:
             hint="load amdgpu; in a container pass --device /dev/kfd --device /dev/dri and the "
             "groups "
             "render and video",
+        )
+    return None
+
+
+def hidden_gpu(platform: Platform) -> Reason | None:
+    """Why a Strix Halo's GPU is not to be seen where there must be one; None: there is none."""
+    if platform.strix_halo is not None:
+        return None
+    if platform.on_bus:
+        booted = "the kernel was booted with nomodeset: leave that out; " if (
+            "nomodeset" in platform.cmdline.split()
+        ) else ""  # fmt: skip
+        return Reason(
+            code="no_driver",
+            text="a Strix Halo's GPU (PCI 1002:1586) is here, and no driver has it",
+            hint=f"{booted}load amdgpu (`modprobe amdgpu`; it must not be blacklisted) with "
+            "kernel 6.18.4 or newer",
+        )
+    if platform.has_strix_halo_cpu:
+        return Reason(
+            code="gpu_hidden",
+            text=f"the CPU is {platform.cpu}, and its GPU is not to be seen",
+            hint="enable the integrated GPU in the BIOS; a virtual machine must have it passed "
+            "through",
         )
     return None
 

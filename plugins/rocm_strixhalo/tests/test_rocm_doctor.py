@@ -1,10 +1,16 @@
 """Doctor rules, probe reasons and error texts on fixture trees."""
 
+import json
+import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from halogen_core.cli.main import main
 from halogen_core.spi import DoctorContext, Severity
 from halogen_rocm.doctor import findings
 from halogen_rocm.faults import FAULTS, explain
@@ -12,7 +18,7 @@ from halogen_rocm.platform import read_platform
 from halogen_rocm.probe import hardware_reason, torch_reason
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trees import CASES, tree
+from trees import CASES, tree, write
 
 
 def judge(tmp_path, name, *, env=None, **more):
@@ -63,6 +69,93 @@ def test_the_lost_digit_is_named_with_arithmetic(tmp_path):
     assert "12.0 GiB" in found.text
     assert "120.0 GiB" in found.text
     assert "31457280" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "limits"),
+    [
+        ("B", {}, {f"ttm.pages_limit={116 * 262144}"}),
+        # the carve-out comes back to the host: 31 + 95.5 - 6
+        ("C", {}, {f"ttm.pages_limit={120 * 262144}"}),
+        ("D", {}, {f"ttm.pages_limit={119 * 262144}"}),
+        ("E", {}, set()),
+        ("G", {}, {f"ttm.pages_limit={120 * 262144}"}),
+        # here gttsize has lost a digit
+        ("G", {"cmdline": "amdgpu.gttsize=12288 ttm.pages_limit=31457280"},
+         {f"ttm.pages_limit={120 * 262144}"}),
+        # neither can be: more than there is
+        ("G", {"cmdline": "amdgpu.gttsize=12288 ttm.pages_limit=314572800"},
+         {f"ttm.pages_limit={116 * 262144}"}),
+        ("B", {"module": "amdttm"}, {f"amdttm.pages_limit={116 * 262144}"}),
+    ],
+)  # fmt: skip
+def test_all_rules_advise_one_limit_that_can_be(tmp_path, name, more, limits):
+    found = judge(tmp_path, name, **more)
+    told = {text for f in found.values() for text in re.findall(r"\w*ttm\.pages_limit=\d+", f.fix)}
+    assert told == limits
+
+
+@pytest.mark.parametrize(
+    ("cmdline", "severity", "fix"),
+    [
+        (None, Severity.WARNING, "BIOS"),
+        ("quiet", Severity.ERROR, "modprobe amdgpu"),
+        ("quiet nomodeset", Severity.ERROR, "nomodeset: leave that out"),
+    ],
+)
+def test_a_gpu_that_nobody_drives_is_told(tmp_path, cmdline, severity, fix):
+    """The chip is there by its CPU's name, or on the bus; amdgpu is not."""
+    root = tree(tmp_path, "A", cmdline=cmdline or "")
+    shutil.rmtree(tmp_path / "sys/class")
+    if cmdline is not None:
+        bus = "sys/bus/pci/devices/0000:c5:00.0"
+        write(tmp_path, {f"{bus}/vendor": "0x1002\n", f"{bus}/device": "0x1586\n"})
+    found = {f.code: f for f in findings(DoctorContext(root=root, live=False))}
+    hidden = found["rocm.gpu.hidden"]
+    assert hidden.severity is severity
+    assert fix in hidden.fix
+    assert hardware_reason(read_platform(root)).text == hidden.text
+    assert "cpu_ggml" not in hidden.fix
+
+
+def test_nothing_of_this_machine_counts_in_a_copied_tree(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.1")
+    root = tree(tmp_path, "A")
+
+    def told():
+        shown = CliRunner().invoke(main, ["doctor", "--json", "--root", root])
+        return {f["code"]: f for f in json.loads(shown.output)}
+
+    found = told()
+    assert not {"rocm.override", "core.torch", "core.python", "rocm.groups"} & found.keys()
+    write(
+        tmp_path,
+        {
+            "environ": "PATH=/usr/bin\nHSA_OVERRIDE_GFX_VERSION=11.5.1\n",
+            "commands/id -Gn": "me video\n",
+            "commands/rocminfo": "Agent 2\n  Name:                    gfx1151\n",
+            "commands/pip show torch": "2.13.0+cpu\n",
+        },
+    )
+    found = told()
+    assert found["rocm.override"]["severity"] == "warning"
+    assert "not in render" in found["rocm.groups"]["text"]
+    assert found["rocm.rocminfo"]["severity"] == "ok"
+    assert "is cpu" in found["rocm.torch"]["text"]
+
+
+def test_rocminfo_is_asked_on_a_live_machine(tmp_path, monkeypatch):
+    tool = tmp_path / "bin/rocminfo"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\necho 'Unable to open /dev/kfd read-write: Permission denied'\nexit 1"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    context = DoctorContext(root=tree(tmp_path / "root", "A"), live=True)
+    found = {f.code: f for f in findings(context)}["rocm.rocminfo"]
+    assert found.severity is Severity.ERROR
+    assert "no GPU" in found.text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +212,8 @@ def test_other_chips_are_refused_by_name(tmp_path):
     reason = hardware_reason(read_platform(tree(tmp_path, "J")))
     assert "gfx1100" in reason.text
     assert "fewer registers" not in reason.hint
-    other = tree(tmp_path / "other", "A", device=0x150E, gfx=110500)
+    hx = "AMD Ryzen AI 9 HX 370 w/ Radeon 890M"
+    other = tree(tmp_path / "other", "A", device=0x150E, gfx=110500, cpu=hx)
     assert "fewer registers" in hardware_reason(read_platform(other)).hint
     assert hardware_reason(read_platform(tree(tmp_path / "a", "A"))) is None
 

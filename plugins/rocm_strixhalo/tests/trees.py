@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+STRIX_HALO_CPU = "AMD RYZEN AI MAX+ 395 w/ Radeon 8060S"
 TUNED = {"vram": 536870912, "gtt": 133143986176, "mem_kb": 128643996}
 CASES = {
     "A": TUNED,
@@ -18,7 +19,7 @@ CASES = {
     "I": {**TUNED, "module": "amdttm", "cmdline": "ttm.pages_limit=31457280 amd_iommu=off"},
     "J": {
         "vram": 17163091968, "gtt": 33 << 30, "mem_kb": 64 << 20,
-        "device": 0x744C, "gfx": 110000,
+        "device": 0x744C, "gfx": 110000, "cpu": "AMD Ryzen 9 9950X 16-Core Processor",
     },
 }  # fmt: skip
 
@@ -42,7 +43,7 @@ def tree(root: Path, name: str, **more) -> str:
             f"MemAvailable: {case.get('available_kb', mem - (4 << 20))} kB\nSwapTotal: 0 kB\n",
             "proc/cmdline": case.get("cmdline", "quiet amd_iommu=off"),
             "proc/sys/kernel/osrelease": case.get("kernel", "6.19.12"),
-            "proc/cpuinfo": "model name\t: AMD RYZEN AI MAX+ 395 w/ Radeon 8060S\n",
+            "proc/cpuinfo": f"model name\t: {case.get('cpu', STRIX_HALO_CPU)}\n",
             f"{device}/vendor": "0x1002",
             f"{device}/device": hex(case.get("device", 0x1586)),
             f"{device}/mem_info_vram_total": str(case["vram"]),
