@@ -117,8 +117,10 @@ def encode(values: Tensor, dtype: str) -> Tensor:
     if dtype == "q8_0":
         return quantize_q8_0(values.float())
     if dtype == "f8_e5m2":
-        clamped = values.float().clamp(-_F8_MAX, _F8_MAX)
-        return clamped.to(torch.float8_e5m2).view(torch.uint8)
+        wide = values.float()
+        # numbers are cut to the largest there is; an infinity is none, and has to show
+        cut = torch.where(wide.isinf(), wide, wide.clamp(-_F8_MAX, _F8_MAX))
+        return cut.to(torch.float8_e5m2).view(torch.uint8)
     return values.to(_STORAGE[dtype])
 
 

@@ -216,7 +216,8 @@ static void chunk(const tile *t, const float *q, int64_t index, float *s, part *
 // total = total and piece together; both of `rows` rows of dp floats
 static void merge(part *total, const part *piece, int64_t rows, int64_t dp) {
     for (int64_t r = 0; r < rows; r++) {
-        if (piece->most[r] == -INFINITY) continue;
+        // no keys, unless the sum is NaN: of scores that are all NaN the most is -INFINITY too
+        if (piece->most[r] == -INFINITY && piece->sum[r] == 0) continue;
         float most = fmaxf(total->most[r], piece->most[r]);
         float a = total->most[r] == -INFINITY ? 0 : expf(total->most[r] - most);
         float b = expf(piece->most[r] - most);

@@ -116,11 +116,14 @@ static void rotate(float *x, const float *angles, int64_t dim, int interleaved) 
     }
 }
 
-// codes of 32 floats and their scale, as ggml's q8_0
+// codes of 32 floats and their scale, as ggml's q8_0; the scale is NaN if x has a NaN or an infinity
 INLINE float q8_codes(const float *x, int8_t *codes) {
-    float most = 0;
-    for (int i = 0; i < 32; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-    float d = most / 127.f, inverse = d > 0 ? 1.f / d : 0.f;
+    uint32_t top = 0; // as bits a NaN is the largest
+    for (int i = 0; i < 32; i++) {
+        uint32_t size = f32_bits(x[i]) & 0x7fffffff;
+        top = size > top ? size : top;
+    }
+    float most = bits_f32(top), d = most / 127.f + most * 0.f, inverse = d > 0 ? 1.f / d : 0.f;
     for (int i = 0; i < 32; i++) codes[i] = (int8_t)roundf(x[i] * inverse);
     return d;
 }

@@ -1,6 +1,7 @@
 // One vector width per instruction set; arithmetic on vf/vi uses GCC's vector operators.
 #pragma once
 #include "hx.h"
+#include <math.h>
 
 #define CAT_(a, b, c) a##b##c
 #define CAT(a, b, c) CAT_(a, b, c)
@@ -127,7 +128,9 @@ INLINE uint16_t f32_bf16(float f) {
     if ((u & 0x7fffffff) > 0x7f800000) return u >> 16 | 64;
     return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-INLINE uint8_t f32_e5m2(float f) {
+INLINE uint8_t f32_e5m2(float f) { // the largest number where f is beyond it, if f is a number
+    if (f > 57344.f && f < INFINITY) f = 57344.f;
+    if (f < -57344.f && f > -INFINITY) f = -57344.f;
     uint16_t h = f32_f16(f);
     if ((h & 0x7fff) > 0x7c00) return h >> 8 | 2;
     return (h + 0x7f + (h >> 8 & 1)) >> 8;

@@ -70,11 +70,25 @@ def rope_store(
     ]
     k = _flat(tape, rotated[1])
     v = tape.op("cont", v, shape=v.shape)
+    if kv.layout.spec.dtype == "q8_0":
+        k, v = _spoilt_by_group(tape, k), _spoilt_by_group(tape, v)
     for side, rows in ((0, k), (1, v)):
         store = pool.tensor(tape, layer, side)
         args = (store, rows, meta.slot_mapping)
         tape.op("set_rows", *args, shape=store.shape, dtype=store.dtype, view=store)
     return _flat(tape, rotated[0])
+
+
+def _spoilt_by_group(tape: Tape, rows: Node) -> Node:
+    """Rows [T, n] of which a group of 32 with a NaN or an infinity is NaN as a whole.
+
+    The scale of a q8_0 group is its largest magnitude, and ggml's maximum leaves NaNs out.
+    """
+    t, n = rows.shape
+    groups = tape.view(rows, (32, n // 32, t), (32 * 4, n * 4))
+    poison = tape.op("scale", groups, 0.0, shape=groups.shape)
+    poison = tape.op("sum_rows", poison, shape=(t, n // 32, 1))
+    return tape.view(tape.op("add", groups, poison, shape=groups.shape), (n, t), (n * 4,))
 
 
 def _heads(tape: Tape, x: Node, heads: int, d: int) -> Node:

@@ -147,6 +147,47 @@ def test_kv_dtypes(backend, dtype, block_size):
         assert relative(got, want) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0", "f8_e5m2"])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_no_number_in_the_cache_reaches_who_sees_it(backend, part, dtype):
+    """Stored in an earlier step, so that nothing else of this one is spoilt."""
+    if dtype not in backend.capabilities().kv_dtypes:
+        assert dtype == "f8_e5m2"
+        return
+    hq, hkv, d = 4, 2, 64
+    column = (hq if part == "key" else hq + hkv) * d + 40  # of KV head 0
+    for bad, position in ((np.nan, 0), (np.nan, 255), (np.nan, 256), (np.inf, 3), (-np.inf, 3)):
+        case = Case(backend, spec_of(hq, hkv, d, rope=None), [(1, 258), (1, 20)], dtype)
+        case.qkv[0][position, column] = bad
+        seen, alone = case.whole()
+        if np.isnan(bad) or dtype == "q8_0":
+            assert np.isnan(seen[0, :2]).any(-1).all(), position
+        elif part == "value":
+            assert not np.isfinite(seen[0, :2]).all()
+        if backend is not backend_for("off"):  # which attends to all sequences under one mask
+            assert np.isfinite(seen[0, 2:]).all()
+            assert np.isfinite(alone).all()
+
+
+def test_a_chunk_of_nothing_but_nans_is_not_taken_for_an_empty_one(kernel_backend):
+    """Chunks are of 256 keys; this one's largest score is that of no key at all."""
+    case = Case(kernel_backend, spec_of(rope=None), [(1, 257)])
+    case.qkv[0][256, 4 * 64 : 5 * 64] = np.nan
+    (seen,) = case.whole()
+    assert np.isnan(seen[0, :2]).all()
+
+
+def test_e5m2_cuts_numbers_and_nothing_else(kernel_backend):
+    case = Case(kernel_backend, spec_of(hq=2, hkv=2, d=32, rope=None), [(1, 1)], "f8_e5m2")
+    values = np.zeros(64, np.float32)
+    values[:6] = [1e30, -1e30, 60000, np.inf, -np.inf, np.nan]
+    values[6:8] = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    case.qkv[0][0, 128:] = values
+    got = case.whole()[0].reshape(-1)
+    np.testing.assert_array_equal(got[:5], [57344, -57344, 57344, np.inf, -np.inf])
+    assert np.isnan(got[5:8]).all()
+
+
 def test_norms_and_sinks(backend):
     case = Case(backend, spec_of(6, 2, 64), [(3, 50), (1, 290)])
     rng = np.random.default_rng(5)

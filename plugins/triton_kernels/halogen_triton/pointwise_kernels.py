@@ -131,7 +131,11 @@ def _store_kv(
         tl.store(cache + at, v.to(cache.dtype.element_ty), mask=mask)
     elif STORE == 1:
         groups = tl.reshape(tl.where(mask, v, 0.0), [v.shape[0], D_PAD // 32, 32])
-        scale = tl.max(tl.abs(groups), 2) / 127.0
+        # as bits a NaN is the largest: a maximum of floats would leave it out
+        bits = groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scale = tl.max(bits, 2).to(tl.float32, bitcast=True) / 127.0
+        # an infinity spoils its group too, as a score of it could hide: exp(-inf) is 0
+        scale += scale * 0.0
         inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
         q = groups * inverse[:, :, None]
         # round half away from zero, as ggml does
@@ -145,9 +149,11 @@ def _store_kv(
         )
     else:
         # f16 to e5m2 drops a byte: round to nearest even on the bits that stay
-        v = tl.minimum(tl.maximum(v, -57344.0), 57344.0)
+        too_large = (tl.abs(v) > 57344.0) & (tl.abs(v) < float("inf"))
+        v = tl.where(too_large, tl.where(v < 0.0, -57344.0, 57344.0), v)
         bits = v.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
-        rounded = (bits + 127 + ((bits >> 8) & 1)) >> 8
+        # a NaN may have all bits set, and would round up to a zero
+        rounded = tl.where((bits & 0x7FFF) > 0x7C00, 0x7F, (bits + 127 + ((bits >> 8) & 1)) >> 8)
         tl.store(cache + at, rounded.to(tl.uint8), mask=mask)
 
 

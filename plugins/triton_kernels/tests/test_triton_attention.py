@@ -2,6 +2,7 @@
 
 import math
 import os
+from itertools import product
 
 import attrs
 import pytest
@@ -202,6 +203,35 @@ def test_products_with_q8_0_by_groups(dtype, options):
     for queries, flash in (([1, 1, 1], True), ([1, 1, 1], False), ([9, 1, 3], True)):
         problem = Problem([45, 7, 20], queries, heads(**options), dtype=dtype, store="q8_0")
         check(problem, dtype, launch=GROUPED, flash=flash)
+
+
+def spoil(problem, side, key, store):
+    """What is no number as K (side 0) or V (1) of `key` in sequence 0, KV head 0; as it is stored."""
+    block, at = problem.tables[0, key // problem.block].long(), key % problem.block
+    if store == "q8_0":
+        problem.kv.scales[block, side, 0, at, 0] = math.nan
+    elif store == "f8_e5m2":
+        problem.kv.data[block, side, 0, at, 3] = 0x7F
+    else:
+        problem.kv.data[block, side, 0, at, 3] = math.nan
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("store", ["f16", "q8_0", "f8_e5m2", "q8_0 by groups"])
+def test_what_is_no_number_in_the_cache_reaches_who_sees_it(store, side):
+    store, _, grouped = store.partition(" ")
+    split = attrs.evolve(plan(programs=5), direct=False)
+    lazy = attrs.evolve(plan(), decode=Launch(block_n=16, unmasked=True, lazy=True))
+    launches = (GROUPED,) if grouped else (plan(), split, lazy) if store == "f16" else (plan(),)
+    for launch, queries, key in product(launches, (1, 3), (0, 17)):
+        problem = Problem([20, 7], [queries, 1], heads(d=32), dtype="f16", store=store)
+        spoil(problem, side, key, store)
+        sequences = problem.sequences()
+        out = attention(problem.q.to(DEVICE), problem.kv, sequences, problem.shape, launch)
+        out = out.unflatten(1, (4, -1)).isnan().any(-1)  # [T, Hq], 2 heads a KV head
+        assert out[queries - 1, :2].all(), (launch, queries, key)
+        assert not out[:, 2:].any()
+        assert not out[queries:].any()
 
 
 def test_small_weights_of_small_values_are_kept():

@@ -3,6 +3,7 @@
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,3 +166,40 @@ def test_many_tokens_take_wider_programs():
     near(q, turned[:, :2].flatten(1))
     near(kv.data[2, 0, 0, 1], turned[255, 2])
     near(kv.data[2, 1, 0, 1], heads[255, 3])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("store", STORES)
+def test_what_is_no_number_stays_none_in_the_cache(store, bad):
+    shape = HeadShape(num_heads=1, num_kv_heads=2, head_dim=64, scale=1.0)
+    qkv = normal(2, 5 * 64)
+    qkv[1, 64 + 7] = qkv[1, 3 * 64 + 40] = bad  # K of head 0, V of head 0
+    kv = pool(store, d=64)
+    at = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([1, 2], dtype=torch.int64, device=DEVICE)
+    qkv_rope_store(qkv, kv, at, slots, shape, None)
+    got = stored(kv, store)[0, :, :, 1:3].isfinite()  # [2, Hkv, slots, D]
+    spoiled = torch.zeros_like(got)
+    # of q8_0 a group shares its scale
+    k, v = (slice(0, 32), slice(32, 64)) if store == "q8_0" else (7, 40)
+    spoiled[0, 0, 1, k] = spoiled[1, 0, 1, v] = True
+    assert torch.equal(got, ~spoiled)
+    if math.isnan(bad) or store == "q8_0":
+        assert torch.equal(stored(kv, store)[0, :, :, 1:3].isnan(), spoiled)
+
+
+def test_e5m2_keeps_a_nan_of_any_bits_and_cuts_only_numbers():
+    shape = HeadShape(num_heads=1, num_kv_heads=1, head_dim=32, scale=1.0)
+    bits = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001]
+    nans = torch.tensor(np.array(bits, np.uint32).view(np.float32), device=DEVICE)
+    large = torch.tensor([1e30, -1e30, 60000.0, -math.inf], device=DEVICE)
+    qkv = torch.zeros(1, 96, device=DEVICE)
+    qkv[0, 32:40] = torch.cat([nans, large])
+    kv = LayerKV(
+        data=torch.zeros(1, 2, 1, 4, 32, dtype=torch.uint8, device=DEVICE), store=STORES["f8_e5m2"]
+    )
+    at = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    qkv_rope_store(qkv, kv, at, at.long(), shape, None)
+    got = stored(kv, "f8_e5m2")[0, 0, 0, 0]
+    assert got[:4].isnan().all()
+    assert got[4:8].tolist() == [57344.0, -57344.0, 57344.0, -math.inf]
