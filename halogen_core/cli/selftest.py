@@ -230,7 +230,7 @@ def ahead_candidate(registry: Any, name: str) -> Any:
                 own = attrs.evolve(spec, factory=spec.ahead_factory)
                 return Candidate(plugin=plugin, spec=own, result=ProbeResult(score=1))
     raise BackendUnavailable(
-        f"backend `{name}` compiles nothing ahead",
+        f"backend `{name}` compiles nothing ahead" if name else "`--ahead` must be told for what",
         reasons=[f"these do: {', '.join(able) or 'none that is installed'}"],
         fix="name one of them with --backend",
     )

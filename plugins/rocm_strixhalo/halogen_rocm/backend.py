@@ -36,6 +36,7 @@ from halogen_rocm.locking import WorkingSet, locked_bytes, policy
 from halogen_rocm.memory import RESERVE, Ledger, device_tier, hip_shortfall, host_tier
 from halogen_rocm.platform import Gpu, Platform, compaction_stalls, read_platform
 from halogen_rocm.sensors import BUSY, Sensors, read_sensors, throttle_suspected
+from halogen_triton import options as chosen
 from halogen_triton.ahead import AheadBackend
 from halogen_triton.backend import TritonBackend
 from halogen_triton.launch import tuning
@@ -89,8 +90,8 @@ class RocmBackend(TritonBackend):
             description=f"rocm:0 (gfx1151, {gpu.card})",
         )
         self.working_set = WorkingSet(policy(self.options.extra.get("mlock", "auto")))
-        reserve = self.options.extra.get("reserve_gib")
-        self.reserve = RESERVE if reserve is None else int(float(reserve) * (1 << 30))
+        reserve = self.options.extra.get("reserve_gib", RESERVE >> 30)
+        self.reserve = chosen.whole("reserve_gib", reserve) << 30
         self._held_kv = 0
         self._best = Sensors()
         log.info("Using device: %s", self.description)

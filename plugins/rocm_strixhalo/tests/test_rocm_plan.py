@@ -221,6 +221,16 @@ def test_the_backend_tells_its_memory_and_counts_what_it_holds(tmp_path, caplog)
     assert backend.counters().gauges["device_ledger_bytes"] == held
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("reserve_gib", "much"), ("reserve_gib", "-1"), ("graphs", "yes"),
+                       ("pdl", "1"), ("mlock", "true"), ("nosuch", "1")]
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused(tmp_path, key, value):
+    """None of them is read as a silent `off`."""
+    with pytest.raises(ConfigError, match=key):
+        RocmBackend(BackendOptions(extra={key: value}), root=tree(tmp_path, "A"), device="cpu")
+
+
 def test_no_strix_halo_no_backend(tmp_path):
     with pytest.raises(BackendUnavailable, match="gfx1151"):
         RocmBackend(BackendOptions(), root=tree(tmp_path, "J"), device="cpu")

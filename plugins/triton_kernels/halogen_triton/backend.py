@@ -84,14 +84,16 @@ class TritonBackend(TorchBackend):
     ) -> None:
         options = options or BackendOptions()
         extra = options.extra
-        self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and extra.get("pdl", "on") == "on")
+        pdl = chosen.switch("pdl", extra.get("pdl", "on"))
+        self.tuning = attrs.evolve(tuning, pdl=tuning.pdl and pdl)
         super().__init__(options, device=device, dtype=dtype, name=name, description=description)
         self._payloads: WeakValueDictionary[tuple[str, int, int], Any] = WeakValueDictionary()
         self._trash: tuple[int, int] | None = None
         self._graph_pool: Any = None
         self._captured = 0
         self._prompts: Counter[capture.CaptureKey] = Counter()
-        self._graphs = extra.get("graphs", "on") == "on" and self.device.type != "cpu"
+        graphs = chosen.switch("graphs", extra.get("graphs", "on"))
+        self._graphs = graphs and self.device.type != "cpu"
         self._attention = chosen.attention(extra.get("attention", "auto"))
         self._buckets = chosen.buckets(extra.get("buckets"))
         self._graph_bytes = (

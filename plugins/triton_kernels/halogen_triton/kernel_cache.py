@@ -9,9 +9,11 @@ The state lives in Triton's `knobs`, which are one per process as its cache is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import triton
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from halogen_core.spi import KernelCounts
+from halogen_core.spi import ConfigError, KernelCounts
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class KernelWatch:
     microseconds: int = 0
     damaged: set[str] = attrs.field(factory=set)
     """Folders of cache entries that were refused."""
+    folder: str = ""
+    """Where `keep` put the cache; empty: it did not."""
 
     def __call__(self, *, times: Any, cache_hit: bool, **about: Any) -> None:
         if cache_hit:
@@ -59,14 +63,19 @@ class KernelWatch:
 
 
 class CheckedCache(FileCacheManager):  # type: ignore[misc]
-    """Triton's file cache with a checksum beside every file."""
+    """Triton's file cache with a checksum beside every file; raises `ConfigError` (HRT-3416)."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        with writing(knobs.cache.dir):
+            super().__init__(key, override, dump)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        path: str = super().put(data, filename, binary)
         raw = data if isinstance(data, bytes) else str(data).encode()
-        aside = Path(f"{path}.{os.getpid()}")
-        aside.write_text(hashlib.sha256(raw).hexdigest())
-        aside.replace(path + SUFFIX)
+        with writing(self.cache_dir):
+            path: str = super().put(data, filename, binary)
+            aside = Path(f"{path}.{os.getpid()}")
+            aside.write_text(hashlib.sha256(raw).hexdigest())
+            aside.replace(path + SUFFIX)
         return path
 
     def get_file(self, filename: str) -> str | None:
@@ -100,6 +109,19 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
             log.warning("kernel cache entry `%s` is damaged (%s); compiling anew", path, why)
 
 
+@contextlib.contextmanager
+def writing(place: Any) -> Iterator[None]:
+    """Tell a folder that cannot be written by its name and what to do."""
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(
+            f"compiled kernels cannot be kept in `{place}`: {exc}",
+            code="HRT-3416",
+            fix="set --cache-dir to a folder that this user may write, or free space there",
+        ) from exc
+
+
 def watch() -> KernelWatch:
     """The process's counter of compilations, installed once."""
     current = knobs.compilation.listener
@@ -109,13 +131,22 @@ def watch() -> KernelWatch:
 
 
 def keep(cache_dir: str | None, arch: str) -> KernelWatch:
-    """Keep compiled kernels below `cache_dir` and count; TRITON_CACHE_DIR wins where it is set."""
-    if cache_dir is not None and "TRITON_CACHE_DIR" not in os.environ:
-        knobs.cache.dir = str(folder(cache_dir, arch))
+    """Keep compiled kernels below `cache_dir` and count; TRITON_CACHE_DIR wins where it is set.
+
+    Raises `ConfigError` (HRT-3416) when the folder cannot be made.
+    """
+    own = watch()
+    # what an earlier backend of this process set lies in the environment too, and is no user's wish
+    if cache_dir is not None and os.environ.get("TRITON_CACHE_DIR", own.folder) == own.folder:
+        place = folder(cache_dir, arch)
+        # now and not within the first step; a folder that is there may be complete and read-only
+        with writing(place):
+            place.mkdir(parents=True, exist_ok=True)
+        own.folder = knobs.cache.dir = str(place)
     knobs.cache.manager_class = CheckedCache
     # part of the cache key, and its default changes with Triton 3.10
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    return watch()
+    return own
 
 
 def folder(cache_dir: str, arch: str) -> Path:

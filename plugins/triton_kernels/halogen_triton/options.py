@@ -18,6 +18,17 @@ def whole(key: str, value: str | int) -> int:
     return int(value)
 
 
+def switch(key: str, value: str) -> bool:
+    """Whether it is `on`; `off` is the only other value."""
+    if value not in ("on", "off"):
+        raise ConfigError(
+            f"backend option `{key}` is `{value}`; allowed are on, off",
+            code="HRT-3415",
+            fix=f"check --backend-option {key}=...",
+        )
+    return value == "on"
+
+
 def buckets(text: str | None) -> tuple[int, ...]:
     """Row counts from `1,2,4,8`."""
     if text is None:

@@ -106,6 +106,46 @@ def test_a_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
     assert start(tmp_path)[0] == [0, compiled, 0]
 
 
+FOLDER = """
+import sys
+from pathlib import Path
+from triton import knobs
+from halogen_core.spi import ConfigError
+from halogen_triton import kernel_cache
+
+root = Path(sys.argv[1])
+(root / "file").write_text("")
+try:
+    kernel_cache.keep(str(root / "file"), "gfx1151")
+except ConfigError as exc:
+    print(exc.code, "file" in str(exc))
+for arch in ("sm_90", "gfx1151"):
+    kernel_cache.keep(str(root / "cache"), arch)
+    print(knobs.cache.dir.endswith(arch))
+# a full disk, as far as a user without it can tell: what is to be written is a folder
+entry = kernel_cache.CheckedCache("ab" * 32)
+(Path(entry.cache_dir) / "kernel.json").mkdir()
+try:
+    entry.put("{}", "kernel.json", binary=False)
+except ConfigError as exc:
+    print(exc.code, "--cache-dir" in exc.fix)
+"""
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    """At the start, and not by a trace of Triton's in the first step."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
+    command = [sys.executable, "-c", FOLDER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    told = ["HRT-3416 True", "True", "True", "HRT-3416 True"]
+    assert done.stdout.splitlines() == told
+    # a user's own choice stands
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "mine")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.splitlines() == ["False", "False", "HRT-3416 True"]
+    assert (tmp_path / "mine").is_dir()
+
+
 def test_numbers_of_sequences_tokens_and_blocks_share_a_kernel(tmp_path):
     """A prompt alone and beside the padding of its bucket: attention, rounding, product."""
     (compiled, *_), _ = start(tmp_path, work=LENGTHS)
