@@ -28,6 +28,9 @@ KEPT = 64
 MAX_LEXER_STATES = 50_000
 """Of 1 to 2 kB each."""
 
+_NO_WAY = "NoExtensionBias"
+"""llguidance's word where no token is allowed at the beginning."""
+
 
 @attrs.define(eq=False)
 class AnswerGrammar:
@@ -105,7 +108,8 @@ class Grammars:
         trial = matcher.deep_copy()
         first = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
         if trial.is_error():
-            return _first_line(trial.get_error())
+            why = _first_line(trial.get_error())
+            return "it matches no text" if why == _NO_WAY else why
         if not matcher.is_accepting() and set(np.flatnonzero(first)) <= set(words.eos_tokens):
             return "it matches no text"
         return matcher

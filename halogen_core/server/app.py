@@ -20,6 +20,7 @@ from halogen_core.server.admin import admin_routes
 from halogen_core.server.auth import read_keys
 from halogen_core.server.chat import chat_completions
 from halogen_core.server.completions import completions
+from halogen_core.server.errors import MethodNotAllowed
 from halogen_core.server.gate import Gate
 from halogen_core.server.openai_models import (
     ChatBody,
@@ -138,9 +139,7 @@ async def _raise_ours(request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (exc.headers or {}).get("Allow", "") if isinstance(exc, HTTPException) else ""
-        raise RequestError(
-            f"`{request.method}` is not allowed here, but {allowed}", code="HRT-4050"
-        )
+        raise MethodNotAllowed(request.method, allowed)
     if status == HTTPStatus.NOT_FOUND:
         raise RequestError(
             f"no such route: {request.method} {request.url.path[:200]}",

@@ -26,6 +26,16 @@ log = logging.getLogger(__name__)
 RETRY_WHEN_DOWN_S = 2.0
 
 
+class MethodNotAllowed(RequestError):
+    """The route is there for other methods: `allowed`, as the `Allow` header lists them."""
+
+    default_code = "HRT-4050"
+
+    def __init__(self, method: str, allowed: str) -> None:
+        super().__init__(f"`{method}` is not allowed here, but {allowed}")
+        self.allowed = allowed
+
+
 @attrs.frozen
 class Kind:
     """How clients see a class of errors."""
@@ -102,6 +112,8 @@ def error_response(error: HalogenError, *, close: bool = False) -> Response:
     headers = {}
     if (retry := retry_after_s(error)) is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry)))
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = error.allowed
     if kind.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     if close:

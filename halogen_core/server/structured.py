@@ -137,9 +137,9 @@ def _choice(options: list[str] | None, param: str) -> str:
         return ""
     if not options or "" in options:
         raise _refused("a choice needs at least one text, and none that is empty", param)
-    return lark_grammar(
-        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in options)
-    )
+    # one terminal: as alternatives of a rule, some thousands are more than the parser takes
+    texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in options)
+    return lark_grammar(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _grammar(text: str | None, param: str) -> str:

@@ -79,6 +79,14 @@ def test_every_way_to_say_it(served, fields, pattern):
     assert choice["finish_reason"] == "stop"
 
 
+def test_choices_may_be_thousands(served):
+    """As many alternatives of a rule are more than the parser takes."""
+    options = [f"label {i}" for i in range(5000)]
+    choice = answer(served, guided_choice=options)
+    assert choice["message"]["content"] in options
+    assert choice["finish_reason"] == "stop"
+
+
 def test_json_objects_end_without_endless_whitespace(served):
     """Cut at `max_tokens`, or whole; the text before is JSON so far (vllm#13260)."""
     choice = answer(served, response_format={"type": "json_object"}, seed=1)

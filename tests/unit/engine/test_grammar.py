@@ -87,6 +87,12 @@ def test_what_is_no_grammar_is_refused(grammars, source):
         assert error.value.code == "HRT-4009"
 
 
+@pytest.mark.parametrize("source", ['start: "A"', "start: start", "start: a\na: b\nb: a"])
+def test_a_grammar_without_an_answer_is_told_in_words(grammars, source):
+    with pytest.raises(RequestError, match="it matches no text"):
+        grammars.check(source)
+
+
 def test_a_model_without_an_end_cannot_follow_one():
     with pytest.raises(RequestError, match="no end token"):
         Grammars(lambda: tokenizer(ends=()), VOCAB).check(lark('"a"'))

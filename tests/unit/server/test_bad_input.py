@@ -325,7 +325,9 @@ def test_an_idle_kept_connection_is_closed_and_a_busy_one_is_not(serve):
 def test_routes_and_methods(hello):
     refused(hello.get("/v1/nothing"), 404, code="not_found")
     refused(hello.get("/%2e%2e/etc/passwd"), 404)
-    error = refused(hello.get(CHAT), 405, code="method_not_allowed")
+    response = hello.get(CHAT)
+    assert response.headers["allow"] == "POST"
+    error = refused(response, 405, code="method_not_allowed")
     assert "`GET` is not allowed here, but POST" in error["message"]
     refused(hello.get("/v1/models/..%2F..%2Fetc"), 404, code="model_not_found")
     refused(hello.post(CHAT, chat(model="../../etc\n\x1b[31m")), 404, param="model")
