@@ -65,6 +65,7 @@ def command(  # noqa: PLR0913 - a command line has many flags
     from halogen_core.engine.building import build_engine
 
     works = plan_works(work, batch, prompt, tokens)
+    check(works, config, save=save, fits=fit_flash_threshold, out=out)
     if profile is not None:
         find_profile(profile, config.engine.backend)
     parts = _assemble(config)
@@ -105,6 +106,21 @@ def plan_works(kinds: str, batches: str, prompt: int, tokens: int) -> list[Work]
         for kind in wanted
         for size in sizes
     ]
+
+
+def check(works: list[Work], config: Config, *, save: bool, fits: bool, out: Path | None) -> None:
+    """Refuse before measuring what would be wrong or lost after it; raises `ConfigError`."""
+    most = config.engine.max_batch
+    if too_many := [one.batch for one in works if one.batch > most]:
+        raise _bad("--batch", str(too_many[0]), f"up to --max-batch, which is {most}")
+    if save and not fits:
+        raise _bad("--save", "on", "only with --fit-flash-threshold, whose result it keeps")
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.open("a", encoding="utf-8").close()
+        except OSError as exc:
+            raise _bad("--out", str(out), f"a file that can be written ({exc})") from exc
 
 
 def about(engine: Engine) -> dict[str, Any]:
@@ -250,7 +266,6 @@ def _key(result: dict[str, Any]) -> Measured:
 def _write(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
     text = json.dumps(report, indent=2)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n", encoding="utf-8")
     if as_json:
         click.echo(text)

@@ -61,7 +61,8 @@ def _read(path: str, flags: int, offset: int, out: NDArray[np.uint8]) -> None:
 def file_span(data: NDArray[Any]) -> tuple[str, int] | None:
     """(path, offset) of an array that lies in a memory-mapped file; None: it does not.
 
-    The kernel's own list of mappings is asked: a numpy view forgets which file it came from.
+    The kernel's own list of mappings is asked: a numpy view forgets which file it came from. A file
+    that was replaced or removed since is none: its path has other bytes now, the map still its own.
     """
     address = data.__array_interface__["data"][0]
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
@@ -69,7 +70,15 @@ def file_span(data: NDArray[Any]) -> tuple[str, int] | None:
             span, _, rest = line.partition(" ")
             low, high = (int(part, 16) for part in span.split("-"))
             if low <= address and address + data.nbytes <= high:
-                _, offset, _, _, *path = rest.split(maxsplit=4)
+                _, offset, _, inode, *path = rest.split(maxsplit=4)
                 name = path[0].rstrip("\n") if path else ""
-                return (name, int(offset, 16) + address - low) if name.startswith("/") else None
+                return (name, int(offset, 16) + address - low) if _is(name, int(inode)) else None
     return None
+
+
+def _is(path: str, inode: int) -> bool:
+    """Whether the file at `path` is still the one that was mapped."""
+    try:
+        return path.startswith("/") and os.stat(path).st_ino == inode
+    except OSError:
+        return False

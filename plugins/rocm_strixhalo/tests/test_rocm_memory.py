@@ -147,6 +147,20 @@ def test_a_view_of_a_map_knows_its_file(tmp_path):
     assert file_span(np.zeros(3, np.uint8)) is None
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_is_gone_is_not_read_again(tmp_path, replaced):
+    """`halogen pull` puts a new file in an old one's place; the map is of the old one."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(200))
+    view = np.memmap(path, np.uint8, mode="r")
+    if replaced:
+        (tmp_path / "new").write_bytes(b"x" * 200)
+        (tmp_path / "new").replace(path)
+    else:
+        path.unlink()
+    assert file_span(view) is None
+
+
 def test_locking_tells_what_it_did():
     page = np.zeros(8192, np.uint8)
     done = lock(page.__array_interface__["data"][0], page.nbytes)

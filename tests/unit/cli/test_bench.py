@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from halogen_core.cli.bench import drifts, plan_works, read_baseline
+from halogen_core.cli.bench import check, drifts, plan_works, read_baseline
 from halogen_core.cli.bench_runs import Measured, Run, Work
 from halogen_core.cli.bounds import Load, decode_bound, prefill_bound, verdict
 from halogen_core.cli.flash_fit import contexts_up_to, fit
+from halogen_core.config import resolve
 from halogen_core.errors import ConfigError
 
 
@@ -79,6 +80,31 @@ def test_impossible_work_is_refused():
     for kinds, sizes in (("decode,x", "1"), ("decode", "0"), ("decode", "a"), ("mixed", "1")):
         with pytest.raises(ConfigError, match="allowed"):
             plan_works(kinds, sizes, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch": 9}, "up to --max-batch, which is 8"),
+        ({"save": True}, "only with --fit-flash-threshold"),
+        ({"out": "folder"}, "a file that can be written"),
+        ({"out": "file/x.json"}, "a file that can be written"),
+    ],
+)
+def test_what_would_be_wrong_or_lost_is_refused_before_measuring(tmp_path, given, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    config = resolve({"max_batch": 8}, environment={})
+    works = plan_works("decode", str(given.get("batch", 8)), 8, 4)
+    out = tmp_path / given["out"] if "out" in given else None
+    with pytest.raises(ConfigError, match=said):
+        check(works, config, save=given.get("save", False), fits=False, out=out)
+
+
+def test_a_result_can_be_written_where_nothing_is_yet(tmp_path):
+    out, config = tmp_path / "new/x.json", resolve({}, environment={})
+    check(plan_works("decode", "1", 8, 4), config, save=True, fits=True, out=out)
+    assert out.read_text() == ""
 
 
 def result(rate):
