@@ -9,8 +9,8 @@ from halogen_core.config.schema import (
     ModelSettings,
     PathSettings,
     ServerSettings,
-    Setting,
 )
+from halogen_core.config.setting import Setting
 
 __all__ = [
     "SECTIONS",

@@ -21,8 +21,8 @@ from halogen_core.config.schema import (
     ModelSettings,
     PathSettings,
     ServerSettings,
-    Setting,
 )
+from halogen_core.config.setting import Setting
 from halogen_core.errors import ConfigError
 
 log = logging.getLogger(__name__)

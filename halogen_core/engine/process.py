@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import subprocess
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from halogen_core.engine import wire
@@ -16,6 +15,7 @@ from halogen_core.engine.child import Child, last_words
 from halogen_core.engine.client import Inbox, stream_outputs
 from halogen_core.engine.options import EngineOptions
 from halogen_core.engine.protocol import EngineInfo, EngineStats, GenerateRequest, TokenOutput
+from halogen_core.engine.questions import Question, Questions, checked
 from halogen_core.errors import EngineUnavailable, HalogenError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ STATS_PATIENCE_S = 0.5
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0
 """A life that lasted so long starts the delays anew."""
-OWN_STALL_S = 0.25
+MOVE_TIMEOUT_S = 600.0
+ADJUST_TIMEOUT_S = 60.0
 
 
 class ProcessEngine:
@@ -55,8 +56,7 @@ class ProcessEngine:
         self._stats: EngineStats | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._tokens = itertools.count()
+        self._questions = Questions(self._send)
         self._ready = asyncio.Event()
         self._failure: HalogenError | None = None
         self._draining = False
@@ -134,17 +134,15 @@ class ProcessEngine:
 
     async def save_cache(self, path: str) -> int:
         """Write the prefix cache to `path`; the number of blocks."""
-        return await self._move_cache(wire.SaveCache, path)
+        return checked(await self._ask(wire.SaveCache, MOVE_TIMEOUT_S, path=path)).blocks
 
     async def load_cache(self, path: str) -> int:
         """Read a prefix cache from `path`; the number of blocks."""
-        return await self._move_cache(wire.LoadCache, path)
+        return checked(await self._ask(wire.LoadCache, MOVE_TIMEOUT_S, path=path)).blocks
 
     async def adjust(self, settings: dict[str, str]) -> dict[str, str]:
         """Change settings of the backend between two steps; returns all with their values."""
-        token = next(self._tokens)
-        done = await self._answer_to(wire.Adjust(token, settings), token, 60.0)
-        return _checked(done).settings
+        return checked(await self._ask(wire.Adjust, ADJUST_TIMEOUT_S, settings=settings)).settings
 
     async def drain(self, timeout_s: float) -> bool:
         self._draining = True
@@ -211,10 +209,7 @@ class ProcessEngine:
             self._writer = None
         self._kill()
         lost = EngineUnavailable(self._ended, code="HRT-5031")
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(lost)
-        self._answers.clear()
+        self._questions.fail(lost)
         reason = self._failure or lost
         self._inbox.fail_all(reason.code, reason.message)
 
@@ -265,43 +260,12 @@ class ProcessEngine:
             case wire.Outputs(outputs):
                 self._inbox.deliver(outputs)
             case wire.Stats() | wire.Pong() | wire.Done():
-                future = self._answers.pop(message.token, None)
-                if future and not future.done():
-                    future.set_result(message)
+                self._questions.answer(message)
 
-    async def _ask(self, question: type[wire.GetStats] | type[wire.Ping], timeout_s: float) -> Any:
-        token = next(self._tokens)
-        return await self._answer_to(question(token), token, timeout_s)
-
-    async def _move_cache(
-        self, question: type[wire.SaveCache] | type[wire.LoadCache], path: str
-    ) -> int:
-        token = next(self._tokens)
-        return _checked(await self._answer_to(question(token, path), token, 600.0)).blocks
-
-    def _answer_to(
-        self, message: wire.ToEngine, token: int, timeout_s: float
-    ) -> Coroutine[Any, Any, Any]:
+    def _ask(self, question: Question, timeout_s: float, **about: Any) -> Awaitable[Any]:
         if not self._ready.is_set():
             raise self._down()
-        future = self._answers[token] = asyncio.get_running_loop().create_future()
-        self._send(message)
-
-        async def wait() -> Any:
-            try:
-                # twice: after a stall of our own the answer waits in the socket, not yet read
-                for patience in (timeout_s, OWN_STALL_S):
-                    done, _ = await asyncio.wait({future}, timeout=patience)
-                    if done:
-                        return future.result()
-                raise EngineUnavailable(
-                    f"engine did not answer within {timeout_s:.0f} s", code="HRT-5032"
-                )
-            finally:
-                self._answers.pop(token, None)
-                future.cancel()
-
-        return wait()
+        return self._questions.ask(question, timeout_s, **about)
 
     def _refuse_if_down(self) -> None:
         if not self._ready.is_set():
@@ -312,9 +276,3 @@ class ProcessEngine:
     def _down(self) -> EngineUnavailable:
         why = f": {self._failure.message}" if self._failure else ""
         return EngineUnavailable(f"engine is starting or restarting{why}", code="HRT-5030")
-
-
-def _checked(done: wire.Done) -> wire.Done:
-    if done.code:
-        raise HalogenError(done.message, code=done.code, fix=done.fix or None)
-    return done
