@@ -149,7 +149,7 @@ def _rehearse(engine: Engine, config: Config) -> int:
     # some kinds of step are captured only once they were met a few times
     times = 3 if runner.backend.capabilities().graph_capture else 1
     for kind in kinds:
-        step = rehearse(kind, runner.kv)
+        step = rehearse(kind, runner.kv, vocab=engine.info.vocab_size)
         for _ in range(times):
             runner.step(step.batch, step.shape)
     runner.backend.synchronize()

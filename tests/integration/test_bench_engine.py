@@ -46,8 +46,12 @@ def test_the_warm_up_meets_every_kind_of_step_and_leaves_no_trace(make_engine, c
     assert any(k.sampled for k in kinds)
     prompts = {k.parts[0].count for k in kinds if len(k.parts) == 1}
     assert {1, 2, 3, 16, 17, 32, 33, 64} <= prompts
+    mixed = {len(k.parts) for k in kinds if k.parts[0].count > 1 and k.parts[-1].count == 1}
+    assert {2, 4, 8} <= mixed, "kernels are compiled by powers of two of sequences"
+    assert {k.sampled for k in kinds if k.masked} == {False, True}
     for kind in kinds:
-        step = rehearse(kind, engine.runner.kv)
+        step = rehearse(kind, engine.runner.kv, vocab=engine.info.vocab_size)
+        assert (step.batch.sampling.mask is not None) == kind.masked
         assert engine.runner.step(step.batch, step.shape).token_ids.shape == (len(kind.parts),)
     assert engine.blocks.stats().free == 64
     fresh = measure(make_engine(64), Work(kind="decode", batch=2, prompt=9, tokens=4), 1)

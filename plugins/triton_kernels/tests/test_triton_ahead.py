@@ -45,9 +45,45 @@ checkpoint = tiny_checkpoint(quant="Q8_0", hidden=64, head_dim=32, inner=64)
 options = EngineOptions(model_path="", model_id="", end_token_ids=[], max_batch=2)
 engine = assemble_engine(options, backend, checkpoint, config_of(checkpoint))
 for kind in step_kinds(backend.limits(), max_batch=2, max_tokens=17, context=256):
-    step = rehearse(kind, engine.runner.kv)
+    step = rehearse(kind, engine.runner.kv, vocab=engine.info.vocab_size)
     engine.runner.step(step.batch, step.shape)
 assert engine.runner.captured_steps and engine.runner.eager_steps
+"""
+
+
+SERVED = """
+import numpy as np
+from halogen_core.engine.protocol import GenerateRequest, SamplingParams
+from halogen_core.engine.building import assemble_engine
+from halogen_core.engine.options import EngineOptions
+from halogen_core.engine.rehearsal import rehearse, step_kinds
+from halogen_core.models import config_of
+checkpoint = tiny_checkpoint(quant="Q8_0", hidden=64, head_dim=32, inner=64)
+options = EngineOptions(
+    model_path="", model_id="", end_token_ids=[], max_batch=6, max_batch_tokens=64
+)
+engine = assemble_engine(options, backend, checkpoint, config_of(checkpoint))
+if sys.argv[3] == "warm up":
+    for kind in step_kinds(backend.limits(), max_batch=6, max_tokens=64, context=256):
+        step = rehearse(kind, engine.runner.kv, vocab=engine.info.vocab_size)
+        for _ in range(3):
+            engine.runner.step(step.batch, step.shape)
+else:
+    rng = np.random.default_rng(0)
+    kinds = (
+        {}, {"temperature": 0.7, "top_k": 9, "min_p": 0.1}, {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 1.0}}, {"temperature": 1.0}, {},
+    )
+    for turn in range(3):
+        for number, sampling in enumerate(kinds[: 6 - turn]):
+            engine.submit(GenerateRequest(
+                request_id=f"{turn}.{number}",
+                prompt_token_ids=rng.integers(1, 90, 3 + 17 * number + turn).tolist(),
+                max_tokens=5 + number, sampling=SamplingParams(**sampling), ignore_eos=True,
+                num_logprobs=0 if number == 5 else -1,
+            ))
+        while engine.has_work:
+            assert all(out.finish_reason != "error" for out in engine.step())
 """
 
 
@@ -78,9 +114,9 @@ for sequences, width, tokens in ((1, 1, 21), (2, 32, 32), (2, 5, 40)):
 """
 
 
-def start(folder, arch="gfx1151", *, work=OPS):
+def start(folder, arch="gfx1151", *, work=OPS, argument=""):
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
-    command = [sys.executable, "-c", OPEN + work + COUNT, str(folder), arch]
+    command = [sys.executable, "-c", OPEN + work + COUNT, str(folder), arch, argument]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -158,6 +194,15 @@ def test_every_step_of_a_model_is_compiled_once(tmp_path):
     assert compiled > 10
     assert loaded == 0
     assert start(tmp_path, work=STEPS)[0] == [0, compiled, 0]
+
+
+@pytest.mark.slow
+def test_requests_compile_nothing_after_a_warm_up(tmp_path):
+    """Prompts beside answers, by number of sequences; sampling of every sort; grammar masks apart."""
+    start(tmp_path, work=SERVED, argument="warm up")
+    (compiled, loaded, _), _ = start(tmp_path, work=SERVED, argument="serve")
+    assert compiled == 0
+    assert loaded > 10
 
 
 @pytest.mark.slow
