@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halogen_triton.pointwise_kernels import pdl_wait
+
 ZEROS = 131072
 """Also written as a number below, where kernels may not read a global."""
 
@@ -222,3 +224,52 @@ def plane_products(
         if has_min(FORMAT):
             acc -= low * tl.sum(xsum, 1)[None, :]
     return acc
+
+
+@triton.jit
+def ahead_sums(
+    x,
+    codes,
+    high,
+    scales,
+    supers,
+    row,
+    inside,
+    N,
+    KB,
+    BN: tl.constexpr,
+    NB: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HIGH: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums [BN, NB] of rows and, with GATED, of rows N later, with loads one iteration ahead.
+
+    The first ones do not wait for the previous kernel.
+    """
+    acc = tl.zeros([BN, NB], tl.float32)
+    up = tl.zeros([BN, NB], tl.float32)
+    b = tl.arange(0, NB)
+    d, h, h2, s, s2, t = load_blocks(codes, high, scales, supers, row, inside, b, KB, FORMAT, HIGH)
+    ud, uh, uh2, us, us2, ut = d, h, h2, s, s2, t
+    if GATED:
+        ud, uh, uh2, us, us2, ut = load_blocks(
+            codes, high, scales, supers, row + N, inside, b, KB, FORMAT, HIGH
+        )
+    pdl_wait(PDL)
+    for _ in range(0, KB, NB):
+        nd, nh, nh2, ns, ns2, nt = load_blocks(
+            codes, high, scales, supers, row, inside, b + NB, KB, FORMAT, HIGH
+        )
+        acc = plane_products(acc, x, d, h, h2, s, s2, t, b, KB, FORMAT, HIGH, OFFSET)
+        d, h, h2, s, s2, t = nd, nh, nh2, ns, ns2, nt
+        if GATED:
+            nd, nh, nh2, ns, ns2, nt = load_blocks(
+                codes, high, scales, supers, row + N, inside, b + NB, KB, FORMAT, HIGH
+            )
+            up = plane_products(up, x, ud, uh, uh2, us, us2, ut, b, KB, FORMAT, HIGH, OFFSET)
+            ud, uh, uh2, us, us2, ut = nd, nh, nh2, ns, ns2, nt
+        b += NB
+    return acc, up

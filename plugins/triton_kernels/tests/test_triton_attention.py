@@ -200,9 +200,15 @@ GROUPED = AttentionPlan(
                          ids=str)  # fmt: skip
 def test_products_with_q8_0_by_groups(dtype, options):
     """Where the same products with dequantised keys and values would spill registers."""
-    for queries, flash in (([1, 1, 1], True), ([1, 1, 1], False), ([9, 1, 3], True)):
+    wide = attrs.evolve(GROUPED, decode=attrs.evolve(GROUPED.decode, block_m=2, block_n=32))
+    for launch, queries, flash in (
+        (GROUPED, [1, 1, 1], True),
+        (GROUPED, [1, 1, 1], False),
+        (GROUPED, [9, 1, 3], True),
+        (wide, [1, 1, 1], True),
+    ):
         problem = Problem([45, 7, 20], queries, heads(**options), dtype=dtype, store="q8_0")
-        check(problem, dtype, launch=GROUPED, flash=flash)
+        check(problem, dtype, launch=launch, flash=flash)
 
 
 def spoil(problem, side, key, store):
