@@ -113,6 +113,9 @@ def _groups(context: DoctorContext) -> Iterator[Finding]:
         shown = " ".join(names.get(n, str(n)) for n in {*os.getgroups(), os.getegid()})
     if shown is None or "root" in shown.split():
         return
+    if context.live and _may_open(context.root):
+        yield found("rocm.groups", "this user may open /dev/kfd and a render node")
+        return
     if missing := [name for name in GROUPS if name not in shown.split()]:
         yield finding(
             "rocm.groups",
@@ -123,6 +126,13 @@ def _groups(context: DoctorContext) -> Iterator[Finding]:
         )
     else:
         yield found("rocm.groups", "this user is in render and video")
+
+
+def _may_open(root: str) -> bool:
+    """Whether the nodes can be opened, by whatever rule: an ACL of the desktop does as well."""
+    nodes = Path(root, "dev/dri").glob("renderD*")
+    able = [os.access(node, os.R_OK | os.W_OK) for node in (Path(root, "dev/kfd"), *nodes)]
+    return able[0] and any(able[1:])
 
 
 def _switches(context: DoctorContext) -> Iterator[Finding]:

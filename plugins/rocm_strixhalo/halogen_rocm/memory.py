@@ -114,11 +114,14 @@ def host_tier(
 
 
 def _host_bounds(platform: Platform, gpu: Gpu, ledger: Ledger, reserve: int) -> dict[str, int]:
-    # weights that the GPU holds look like reclaimable cache: MemAvailable counts them as free
-    hidden = 0 if is_carve_out(gpu) else max(0, ledger.device_bytes - gpu.gtt_used)
+    held = 0 if is_carve_out(gpu) else max(gpu.gtt_used, ledger.device_bytes)
     bounds = {}
     if platform.mem_available is not None:
+        hidden = max(0, held - gpu.gtt_used)
         bounds["MemAvailable - reserve"] = platform.mem_available - reserve - hidden
+    if platform.mem_total is not None and held:
+        # what the GPU holds may look like reclaimable cache, which MemAvailable counts as free
+        bounds["MemTotal - GTT used - reserve"] = platform.mem_total - held - reserve
     if platform.cgroup_limit is not None:
         bounds["cgroup memory.max - current"] = platform.cgroup_limit - platform.cgroup_used
     return bounds

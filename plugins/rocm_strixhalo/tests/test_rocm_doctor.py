@@ -144,6 +144,17 @@ def test_nothing_of_this_machine_counts_in_a_copied_tree(tmp_path, monkeypatch):
     assert "is cpu" in found["rocm.torch"]["text"]
 
 
+@pytest.mark.parametrize("refused", ["kfd", "renderD128", None])
+def test_who_may_open_the_nodes_needs_no_group(tmp_path, monkeypatch, refused):
+    """Desktops give the seat's user an ACL; groups say nothing then."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != refused)
+    context = DoctorContext(
+        root=tree(tmp_path, "A"), commands={"id -Gn": "me wheel"}, environment={}, live=True
+    )
+    found = {f.code: f for f in findings(context)}["rocm.groups"]
+    assert found.severity is (Severity.OK if refused is None else Severity.ERROR)
+
+
 def test_rocminfo_is_asked_on_a_live_machine(tmp_path, monkeypatch):
     tool = tmp_path / "bin/rocminfo"
     tool.parent.mkdir()

@@ -118,6 +118,18 @@ def test_own_ledger_counts_where_the_driver_forgets(tmp_path):
     assert tracked.free == CASES["B"]["gtt"] - 40 * GIB
 
 
+def test_memory_that_the_gpu_holds_is_not_available_whatever_linux_says(tmp_path):
+    """MemAvailable takes pinned weights for cache that it could drop."""
+    total = CASES["A"]["mem_kb"] * 1024
+    over = {"gtt_used": 68 * GIB}
+    assert tier(tmp_path / "1", "A", ledger=68 * GIB, **over).free == total - 68 * GIB - RESERVE
+    leaked = tier(tmp_path / "2", "H")
+    assert leaked.free == total - CASES["H"]["gtt_used"] - RESERVE
+    honest = (total - 80 * GIB) // 1024
+    found = tier(tmp_path / "3", "A", ledger=68 * GIB, available_kb=honest, **over)
+    assert found.free == honest * 1024 - RESERVE, "counted once"
+
+
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 5), (1, 4096), (4095, 9000), (8192, 12288), (777, 0)]
 )
