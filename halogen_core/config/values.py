@@ -95,13 +95,33 @@ def words(value: object) -> tuple[str, ...]:
 
 
 def pairs(value: object) -> dict[str, str]:
-    """A table, or `key=value` words."""
+    """A table, or `key=value` words; a value may hold commas, like `buckets=1,2,4`."""
     if isinstance(value, dict):
-        return {str(key): str(item) for key, item in value.items()}
-    found = [word.partition("=") for word in words(value)]
-    if not all(equals for _, equals, _ in found):
-        raise ValueError("`key=value`")
-    return {key: item for key, _, item in found}
+        return {str(key): _joined(item) for key, item in value.items()}
+    found: dict[str, str] = {}
+    for part in [value] if isinstance(value, str) else _items(value):
+        key = ""
+        for word in words(part):
+            name, equals, item = word.partition("=")
+            if equals and name:
+                key = name
+                found[key] = item
+            elif key and not equals:
+                found[key] += f",{word}"
+            else:
+                raise ValueError("`key=value`")
+    return found
+
+
+def _items(value: object) -> list[str]:
+    """The items of a list, each as text."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list, or words separated by commas")
+    return [text(item) for item in value]
+
+
+def _joined(item: object) -> str:
+    return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
 def path(value: object) -> Path:

@@ -45,32 +45,39 @@ from halogen_triton.packing import Part
 
 log = logging.getLogger(__name__)
 
+MEMORY_KEYS = ("reserve_gib", "mlock")
+"""Options beside those of every Triton backend."""
+
 
 def create(options: BackendOptions) -> RocmBackend:
     """The factory named in the backend's spec."""
-    _, _, number = (options.device or "").partition(":")
-    if number not in ("", "0"):
-        raise ConfigError(
-            f"device is `{options.device}`; a Strix Halo has one GPU, allowed is `rocm:0`",
-            code="HRT-3411",
-            fix="check --device",
-        )
+    _check_device(options.device)
     with explained():
         return RocmBackend(options)
 
 
 def create_ahead(options: BackendOptions) -> AheadBackend:
     """A backend that compiles for gfx1151 where there is none."""
-    known = {k: v for k, v in options.extra.items() if k in AheadBackend.option_keys}
+    _check_device(options.device)
+    # what says nothing of kernels; typing errors are refused as they are on the device
+    known = {k: v for k, v in options.extra.items() if k not in MEMORY_KEYS}
     return AheadBackend(attrs.evolve(options, extra=known), arch="gfx1151", name="rocm_strixhalo")
+
+
+def _check_device(device: str | None) -> None:
+    _, _, number = (device or "").partition(":")
+    if number not in ("", "0"):
+        raise ConfigError(
+            f"device is `{device}`; a Strix Halo has one GPU, allowed is `rocm:0`",
+            code="HRT-3411",
+            fix="check --device",
+        )
 
 
 class RocmBackend(TritonBackend):
     """One Strix Halo. `root` is where /proc and /sys are read, for tests."""
 
-    option_keys: ClassVar[tuple[str, ...]] = (
-        *(*TritonBackend.option_keys, "reserve_gib", "mlock"),
-    )
+    option_keys: ClassVar[tuple[str, ...]] = (*(*TritonBackend.option_keys, *MEMORY_KEYS),)
 
     def __init__(self, options: BackendOptions, *, root: str = "/", device: str = "cuda:0") -> None:
         self.root = root

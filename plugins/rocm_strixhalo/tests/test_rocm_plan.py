@@ -27,7 +27,7 @@ from halogen_core.spi import (
     QuantTensor,
     WeightRole,
 )
-from halogen_rocm.backend import RocmBackend, create
+from halogen_rocm.backend import RocmBackend, create, create_ahead
 from halogen_triton.backend import GRAPH_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -229,6 +229,14 @@ def test_options_that_cannot_be_are_refused(tmp_path, key, value):
     """None of them is read as a silent `off`."""
     with pytest.raises(ConfigError, match=key):
         RocmBackend(BackendOptions(extra={key: value}), root=tree(tmp_path, "A"), device="cpu")
+
+
+def test_compiling_ahead_refuses_what_the_device_would(monkeypatch):
+    monkeypatch.setattr("halogen_triton.interpreter.active", lambda: False)
+    with pytest.raises(ConfigError, match="rocm:0"):
+        create_ahead(BackendOptions(device="rocm:3"))
+    with pytest.raises(ConfigError, match="nosuch"):
+        create_ahead(BackendOptions(extra={"nosuch": "1"}))
 
 
 def test_no_strix_halo_no_backend(tmp_path):

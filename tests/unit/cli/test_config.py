@@ -192,6 +192,24 @@ def test_lists_and_pairs():
     assert config.engine.plugins == ("one", "two")
 
 
+@pytest.mark.parametrize("flag", [("buckets=1,2,4", "dtype=f16"), "buckets=1,2,4,dtype=f16"])
+def test_a_pairs_value_may_hold_commas(tmp_path, flag):
+    """As the options of GPU backends are written: `--backend-option buckets=1,2,4`."""
+    wanted = {"buckets": "1,2,4", "dtype": "f16"}
+    assert resolve({"backend_option": flag}, environment={}).engine.backend_option == wanted
+    table = written(
+        tmp_path, "o.toml", "[engine.backend_option]\nbuckets = [1, 2, 4]\ndtype = 'f16'\n"
+    )
+    assert resolve(file=table, environment={}).engine.backend_option == wanted
+
+
+@pytest.mark.parametrize("flag", ["buckets", "1,buckets=2", "=3", 7])
+def test_what_is_no_pair_is_refused(flag):
+    with pytest.raises(ConfigError) as caught:
+        resolve({"backend_option": flag}, environment={})
+    assert caught.value.code == "HRT-1002"
+
+
 def test_setting_names_are_unique_and_documented():
     names = [f.name for fields in SECTIONS.values() for f in attrs.fields(fields)]
     assert len(names) == len(set(names)) == len(SETTINGS)
