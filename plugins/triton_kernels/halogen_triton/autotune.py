@@ -163,5 +163,4 @@ def _neighbours(rule: Rule) -> Iterator[Rule]:
 
 def _as_table(rule: Rule, shape: Mapping[str, int]) -> dict[str, Any]:
     launch = {k: v for k, v in attrs.asdict(rule.launch).items() if k != "pdl"}
-    found = {"launch": launch, "bounds": dict(shape), "least": dict(shape)}
-    return found | ({"programs": rule.programs} if rule.programs else {})
+    return attrs.asdict(rule) | {"launch": launch, "bounds": dict(shape), "least": dict(shape)}

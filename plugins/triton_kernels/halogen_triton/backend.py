@@ -60,8 +60,10 @@ from halogen_triton.ops import TritonOps
 
 GRAPH_BYTES = 512 << 20
 """Set aside for captured steps: their shared pool holds one step of the largest bucket."""
-FLASH_THRESHOLD = 1024
-"""Tokens; `halogen bench --fit-flash-threshold` measures a better one for a machine."""
+FLASH_THRESHOLD = 256
+"""Tokens; `halogen bench --fit-flash-threshold` measures a better one for a machine. On an H200 a
+step of the 7B shape with contexts of 512 takes 1.3 % less split than not at 1 row, as much at 8,
+0.5 % more at 32 (4 KV heads)."""
 
 
 class TritonBackend(TorchBackend):

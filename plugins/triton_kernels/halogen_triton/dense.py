@@ -1,4 +1,8 @@
-"""Dense linear layers of a decode step: which launch, and how their edges are fused."""
+"""Dense linear layers of a decode step: which launch, and how their edges are fused.
+
+Of one row by `dense_kernels`; on Hopper of up to 64 by `dense_hopper`, where nothing is fused: the
+small kernels between products hide behind the weights that are under way (docs/adr/0085).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from torch import Tensor
 
 from halogen_triton import dense_kernels as kernels
 from halogen_triton.attention import HeadShape, LayerKV
-from halogen_triton.interpreter import repair
-from halogen_triton.launch import Rule, Tuning
+from halogen_triton.interpreter import active, repair
+from halogen_triton.launch import Launch, Rule, Tuning
 from halogen_triton.pointwise import Rotation, rms_norm
 
 repair()
@@ -22,14 +26,14 @@ _MOST_PARTS = 16
 
 @attrs.frozen(kw_only=True, eq=False)
 class Normed:
-    """RMSNorm of a residual stream whose division the next product makes."""
+    """RMSNorm of one row of a residual stream whose division the next product makes."""
 
     stream: Tensor
-    """[M, H]"""
+    """[1, H]"""
     weighted: Tensor
-    """[M, H]: the stream times `weight`."""
+    """[1, H]: the stream times `weight`."""
     squares: Tensor
-    """float32 [tiles, M]: sums over parts of a row."""
+    """float32 [tiles]: sums over parts of the row."""
     weight: Tensor
     """[H]"""
     eps: float
@@ -45,7 +49,7 @@ class Normed:
 
 @attrs.frozen(eq=False)
 class Product:
-    """x W^T + bias that is not computed yet: what follows may be part of it."""
+    """x W^T + bias of one row that is not computed yet: what follows may be part of it."""
 
     x: Tensor | Normed
     weight: Tensor
@@ -66,12 +70,18 @@ def dense_rule(weight: object, tuning: Tuning, rows: int, n: int, *, pairs: int 
     if not isinstance(weight, Tensor) or weight.ndim != 2 or rows < 1:
         return None
     shape = {"n": n, "k": weight.shape[1], "pairs": pairs}
-    if rows == 1:
-        return tuning.rule("dense_gemv", **shape)
-    if "dense_skinny" not in tuning.rules:
-        return None
-    rule = tuning.rule("dense_skinny", m=rows, bytes=weight.element_size(), **shape)
-    return None if rule.library or rows > rule.launch.block_m else rule
+    if "dense_ring" in tuning.rules and pairs < 2 and _streams(weight) and not active():
+        rule = tuning.rule("dense_ring", m=rows, **shape)
+        if rows <= rule.launch.block_m:
+            return rule
+    return tuning.rule("dense_gemv", **shape) if rows == 1 else None
+
+
+def _streams(matrix: Tensor) -> bool:
+    """Whether Hopper's copy engine can read it: 16-bit elements, rows and base at 16 bytes."""
+    halves = matrix.dtype in (torch.bfloat16, torch.float16)
+    lines = matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0
+    return halves and lines and matrix.data_ptr() % 16 == 0
 
 
 def dense(
@@ -91,39 +101,80 @@ def dense(
     [M, N / 2]. `joins` are counters as `attention` takes them.
     """
     n = weight.shape[0] // 2 if activation else weight.shape[0]
-    grid = _Grid.of(rule, x, weight, n, joins, pair=bool(activation))
-    rows = grid.rows
+    rows = x.weighted if isinstance(x, Normed) else x
     if y is None:
         y = torch.empty(rows.shape[0], n, dtype=out_dtype or rows.dtype, device=rows.device)
-    kernels.dense[grid.programs](
-        rows, weight, y if bias is None else bias, y, *_squares(x, y), *grid.join,
-        y.shape[0], y.shape[1], weight.shape[1], rows.stride(0), y.stride(0),
-        **grid.constants,
+    if rule.ring:
+        _through_ring(rows, weight, bias, y, rule, activation, joins)
+        return y
+    launch = rule.launch
+    kernels.dense[(triton.cdiv(n, launch.block_n),)](
+        rows, weight, y if bias is None else bias, y, *_squares(x, y), n, weight.shape[1],
+        **_tile(launch, weight, n),
         NORMED=isinstance(x, Normed),
         BIAS=bias is not None,
         GATED=activation,
-        **rule.launch.options,
+        **launch.options,
     )  # fmt: skip
     return y
 
 
-def to_stream(
-    product: Product, residual: Tensor, norm: Tensor, eps: float, joins: Tensor | None
-) -> Normed:
+def _through_ring(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    rule: Rule,
+    activation: int,
+    joins: Tensor | None,
+) -> None:
+    """`dense` on Hopper.
+
+    As many programs as the device holds at once (`rule.programs`) take a tile each, again and
+    again; tiles that would be left for few of them are cut into parts of K: all end at once.
+    """
+    # Gluon is loaded where its kernels run
+    from halogen_triton import dense_hopper
+
+    if x.dtype != weight.dtype or not _streams(x):
+        x = x.to(weight.dtype).contiguous()
+    launch, (m, n), k = rule.launch, y.shape, x.shape[1]
+    bm, bn, bk = launch.block_m, launch.block_n, launch.block_k
+    tiles, chunks = triton.cdiv(n, bn), triton.cdiv(k, bk)
+    rest = tiles % rule.programs
+    parts = min(rule.programs // max(1, rest), _MOST_PARTS, chunks)
+    # none of them empty
+    parts = triton.cdiv(chunks, triton.cdiv(chunks, parts))
+    partial = counters = x
+    if rest and parts > 1:
+        size = rest * parts * bn * bm * (2 if activation else 1)
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = joins
+        if joins is None or len(joins) < tiles:
+            counters = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    dense_hopper.few_rows[(tiles - rest + rest * parts,)](
+        dense_hopper.boxes(weight, bn, bk), dense_hopper.boxes(x, bm, bk),
+        y if bias is None else bias, y, partial, counters,
+        m, n, k, y.stride(0), tiles - rest, parts,
+        STAGES=launch.stages, SPLIT=partial is not x, BIAS=bias is not None, GATED=activation,
+        PDL=launch.pdl, **launch.options,
+    )  # fmt: skip
+
+
+def to_stream(product: Product, residual: Tensor, norm: Tensor, eps: float) -> Normed:
     """The residual stream plus a product, and its norm; `norm` is the norm's weight [N]."""
-    rule, weight, bias = product.rule, product.weight, product.bias
-    m, n = product.shape
-    grid = _Grid.of(rule, product.x, weight, n, joins)
+    launch, weight, bias = product.rule.launch, product.weight, product.bias
+    n, k = weight.shape
+    tiles = triton.cdiv(n, launch.block_n)
     stream, weighted = torch.empty_like(residual), torch.empty_like(residual)
-    squares = torch.empty(grid.programs[0], m, dtype=torch.float32, device=residual.device)
+    squares = torch.empty(tiles, dtype=torch.float32, device=residual.device)
     assert isinstance(product.x, Tensor)
-    kernels.dense_stream[grid.programs](
+    kernels.dense_stream[(tiles,)](
         product.x, weight, residual if bias is None else bias, residual, norm, stream, weighted,
-        squares, *grid.join, m, n, weight.shape[1], product.x.stride(0),
-        **grid.constants,
+        squares, n, k,
+        **_tile(launch, weight, n),
         BIAS=bias is not None,
-        WARM=rule.launch.warm,
-        **rule.launch.options,
+        **launch.options,
     )  # fmt: skip
     return Normed(stream=stream, weighted=weighted, squares=squares, weight=norm, eps=eps)
 
@@ -136,79 +187,39 @@ def to_heads(
     slots: Tensor,
     shape: HeadShape,
     rope: Rotation,
-    joins: Tensor | None,
 ) -> Tensor:
-    """Q [M, Hq D] rotated, K and V in their slots: `qkv_rope_store` of a product."""
+    """Q [1, Hq D] rotated, K and V in their slots: `qkv_rope_store` of a product."""
     x, weight, bias, d = product.x, product.weight, product.bias, shape.head_dim
-    half = d // 2
-    grid = _Grid.of(rule, x, weight, weight.shape[0] // 2, joins, pair=True, most=half)
-    rows = grid.rows
-    q = torch.empty(rows.shape[0], shape.num_heads * d, dtype=rows.dtype, device=rows.device)
-    kernels.dense_heads[grid.programs](
+    # a tile lies within a head
+    launch = attrs.evolve(rule.launch, block_n=min(rule.launch.block_n, d // 2))
+    pairs = weight.shape[0] // 2
+    rows = x.weighted if isinstance(x, Normed) else x
+    q = torch.empty(1, shape.num_heads * d, dtype=rows.dtype, device=rows.device)
+    kernels.dense_heads[(triton.cdiv(pairs, launch.block_n),)](
         rows, weight, q if bias is None else bias, q, kv.data, positions, slots, rope.turns,
-        float(rope.factor), *_squares(x, q), *grid.join,
-        rows.shape[0], weight.shape[1], rows.stride(0),
+        float(rope.factor), *_squares(x, q), weight.shape[1],
         HQ=shape.num_heads,
         HKV=shape.num_kv_heads,
         D=d,
         PAGE=kv.block_size,
         NEOX=rope.neox,
-        **grid.constants,
+        **_tile(launch, weight, pairs),
         NORMED=isinstance(x, Normed),
         BIAS=bias is not None,
-        **rule.launch.options,
+        **launch.options,
     )  # fmt: skip
     return q
 
 
-@attrs.frozen(eq=False)
-class _Grid:
-    """What launches of one product share."""
-
-    rows: Tensor
-    programs: tuple[int, int]
-    join: tuple[Tensor, Tensor]
-    constants: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        rule: Rule,
-        x: Tensor | Normed,
-        weight: Tensor,
-        n: int,
-        joins: Tensor | None,
-        *,
-        pair: bool = False,
-        most: int = 1 << 30,
-    ) -> _Grid:
-        """For n results (or pairs of them) a row; a tile has at most `most`.
-
-        Where tiles of N alone are fewer than the rule's programs, K is split too.
-        """
-        rows = x.weighted if isinstance(x, Normed) else x
-        launch, k, device = rule.launch, weight.shape[1], weight.device
-        bm, bn, bk = max(1, launch.block_m), min(launch.block_n, most), launch.block_k
-        tiles, chunks = triton.cdiv(n, bn), triton.cdiv(k, bk)
-        parts = max(1, min(rule.programs // tiles, _MOST_PARTS, chunks))
-        # none of them empty
-        parts = triton.cdiv(chunks, triton.cdiv(chunks, parts))
-        join = (rows, rows)
-        if parts > 1:
-            size = tiles * parts * bn * bm * (2 if pair else 1)
-            partial = torch.empty(size, dtype=torch.float32, device=device)
-            if joins is None or len(joins) < tiles:
-                joins = torch.zeros(tiles, dtype=torch.int32, device=device)
-            join = (partial, joins)
-        constants = {
-            "BM": bm,
-            "BN": bn,
-            "BK": bk,
-            "PARTS": parts,
-            "EVEN": n % bn == 0 and k % bk == 0,
-            "PDL": launch.pdl,
-        }
-        return cls(rows, (tiles, parts), join, constants)
+def _tile(launch: Launch, weight: Tensor, n: int) -> dict[str, Any]:
+    """Constants of a product of one row with n results (or pairs of them)."""
+    bn, bk = launch.block_n, launch.block_k
+    return {
+        "BN": bn,
+        "BK": bk,
+        "EVEN": n % bn == 0 and weight.shape[1] % bk == 0,
+        "PDL": launch.pdl,
+    }
 
 
 def _squares(x: Tensor | Normed, other: Tensor) -> tuple[Tensor, int, float]:

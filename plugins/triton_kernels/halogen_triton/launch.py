@@ -21,7 +21,7 @@ from halogen_triton import tuned
 log = logging.getLogger(__name__)
 
 # measured on an H200: prefill and GEMM, whose programs fill the device, are slower with it
-_PDL_KERNELS = frozenset({"decode", "dense_gemv", "dense_skinny", "plane_gemv", "tile_gemv"})
+_PDL_KERNELS = frozenset({"decode", "dense_gemv", "dense_ring", "plane_gemv", "tile_gemv"})
 
 
 @attrs.frozen(kw_only=True)
@@ -37,9 +37,6 @@ class Launch:
     """AMD only: registers are limited so that so many waves fit a SIMD; 0: no limit."""
     pdl: bool = False
     """NVIDIA only: programmatic dependent launch."""
-    warm: bool = False
-    """NVIDIA only: a linear asks for all its weights before it waits for the kernel before it; for
-    what follows attention, which leaves memory idle."""
     unmasked: bool = True
     """Attention: a loop of its own for tiles that need no mask (more code, more registers)."""
     lazy: bool = False
@@ -69,14 +66,14 @@ class Rule:
     """The smallest shape it is for."""
     programs: int = 0
     """Of a split decode: a fixed grid, a small multiple of the device's cores; 0: the prefill
-    kernel
-    serves decoding sequences too (the decode kernel would spill)."""
+    kernel serves decoding sequences too (the decode kernel would spill). Of a ring: how many the
+    device holds at once."""
     direct: bool = True
     """Short contexts of a split decode take a program per (sequence, head); else they are split too
     (that kernel would spill)."""
-    edges: bool = True
-    """Of a dense layer: what surrounds it shares its kernel (`halogen_triton.dense`); false where
-    kernels of their own were faster."""
+    ring: bool = False
+    """Of a dense layer: weights stream through a ring of `stages` (`dense_hopper`), and what
+    surrounds it has kernels of its own; else these share the product's."""
     library: bool = False
     """The vendor's library does better (for planes: even after dequantising them)."""
 

@@ -66,7 +66,7 @@ class TritonOps(TorchOps):
         super().__init__(dtype)
         self.tuning = tuning
         self.device = device
-        self.flash_threshold = 1024
+        self.flash_threshold = 256
         """Context in tokens up to which a decoding sequence is not split over programs."""
         self._rotations: dict[RopeSpec, Rotation] = {}
         self._joins = torch.zeros(_JOINS, dtype=torch.int32, device=device)
@@ -101,7 +101,7 @@ class TritonOps(TorchOps):
         # times a norm's weight a row may exceed float16
         if isinstance(x, Product) and self.dtype is not torch.float16:
             x = attrs.evolve(x, x=self.settled(x.x))
-            normed = to_stream(x, residual, weight.payload, eps, self._joins)
+            normed = to_stream(x, residual, weight.payload, eps)
             return normed, normed.stream
         return self._norm(x, residual, weight, eps)
 
@@ -116,7 +116,7 @@ class TritonOps(TorchOps):
     ) -> Rows:
         own = None if bias is None else bias.payload
         rule = dense_rule(weight.payload, self.tuning, x.shape[0], weight.shape[0])
-        if rule is not None and rule.edges and self._fuses:
+        if rule is not None and not rule.ring and self._fuses:
             x = x if isinstance(x, Normed) else self._rows(x)
             return Product(x, weight.payload, own, rule)
         rounded = isinstance(x, RoundedRows) and isinstance(weight.payload, Int8)
@@ -147,7 +147,7 @@ class TritonOps(TorchOps):
             rule = dense_rule(qkv.weight, self.tuning, rows, n // 2, pairs=2)
             if rule is not None:
                 at = meta.positions, meta.slot_mapping
-                return to_heads(qkv, rule, cache, *at, heads, rope, self._joins)
+                return to_heads(qkv, rule, cache, *at, heads, rope)
         return qkv_rope_store(
             self._rows(qkv),
             cache,

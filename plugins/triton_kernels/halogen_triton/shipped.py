@@ -24,7 +24,7 @@ from halogen_triton.attention import (
 )
 from halogen_triton.dense import Normed, Product, dense, dense_rule, to_heads, to_stream
 from halogen_triton.int8 import Int8, gated_rounded, rms_norm_rounded
-from halogen_triton.launch import Tuning, tuning
+from halogen_triton.launch import Rule, Tuning, tuning
 from halogen_triton.linear import ExpertRows, embedding_rows, expert_linear, gates, linear
 from halogen_triton.planes import PLANE_FORMATS, Planes
 from halogen_triton.pointwise import Rotation, gated_act, qkv_rope_store, rms_norm
@@ -195,51 +195,40 @@ def _linear(table: Tuning) -> Iterator[Case]:
 
 
 def _edges(table: Tuning) -> Iterator[Case]:
-    """Dense layers of Qwen2.5-7B with what surrounds them."""
+    """Dense layers of one row of Qwen2.5-7B with their edges, in a type that no ring takes."""
+    dtype = torch.float32 if "dense_ring" in table.rules else torch.bfloat16
     h, inner, (hq, hkv, d) = 3584, 18944, _HEADS["28-4x128"]
     shape = HeadShape(num_heads=hq, num_kv_heads=hkv, head_dim=d, scale=d**-0.5)
     rope = Rotation(turns=_meta(d // 2, dtype=torch.float64), dim=d)
-    norm, joins = _meta(h, dtype=torch.float32), _ints(1 << 16)
-    qkv, gate_up, head = _meta((hq + 2 * hkv) * d, h), _meta(2 * inner, h), _meta(152064, h)
-    for rows in (1, 8, 32, 64):
-        rule = dense_rule(_meta(h, h), table, rows, h)
-        if rule is None or not rule.edges:
-            continue
-        squares = _meta(896 if rows == 1 else 56, rows, dtype=torch.float32)
-        x = Normed(
-            stream=_meta(rows, h), weighted=_meta(rows, h), squares=squares, weight=norm, eps=1e-6
-        )
-        for k in (h, inner):
-            rule = dense_rule(_meta(h, k), table, rows, h)
-            assert rule is not None
-            product = Product(_meta(rows, k), _meta(h, k), None, rule)
-            residual = _meta(rows, h)
-            yield (
-                f"stream bf16 from {k} rows {rows}",
-                lambda p=product, r=residual: to_stream(p, r, norm, 1e-6, joins),
-            )
-        gate = dense_rule(gate_up, table, rows, inner, pairs=1)
-        turn = dense_rule(qkv, table, rows, len(qkv) // 2, pairs=2)
-        wide = dense_rule(head, table, rows, 152064)
-        assert gate is not None
-        assert wide is not None
-        if turn is not None:
-            product = Product(x, qkv, _meta(len(qkv)), rule)
-            at = (_ints(rows), _meta(rows, dtype=torch.int64))
-            yield (
-                f"heads bf16 rows {rows}",
-                lambda p=product, r=turn, at=at: to_heads(
-                    p, r, _layer_kv("bf16", hkv, d), *at, shape, rope, joins
-                ),
-            )
+    norm = _meta(h, dtype=torch.float32)
+    qkv, gate_up, head = (_meta(n, h, dtype=dtype) for n in ((hq + 2 * hkv) * d, 2 * inner, 152064))
+    x = Normed(
+        stream=_meta(1, h, dtype=dtype),
+        weighted=_meta(1, h, dtype=dtype),
+        squares=_meta(896, dtype=torch.float32),
+        weight=norm,
+        eps=1e-6,
+    )
+
+    def rule(weight: Tensor, n: int, pairs: int = 0) -> Rule:
+        found = dense_rule(weight, table, 1, n, pairs=pairs)
+        assert found is not None
+        return found
+
+    for k in (h, inner):
+        weight, residual = _meta(h, k, dtype=dtype), _meta(1, h, dtype=dtype)
+        product = Product(_meta(1, k, dtype=dtype), weight, None, rule(weight, h))
         yield (
-            f"gated norm bf16 rows {rows}",
-            lambda x=x, r=gate: dense(x, gate_up, r, activation=1, joins=joins),
+            f"stream from {k}",
+            lambda p=product, r=residual: to_stream(p, r, norm, 1e-6),
         )
-        yield (
-            f"logits norm bf16 rows {rows}",
-            lambda x=x, r=wide: dense(x, head, r, out_dtype=torch.float32, joins=joins),
-        )
+    turn = rule(qkv, len(qkv) // 2, pairs=2)
+    product = Product(x, qkv, _meta(len(qkv), dtype=dtype), turn)
+    cache, at = _layer_kv("bf16", hkv, d), (_ints(1), _meta(1, dtype=torch.int64))
+    yield "heads", lambda: to_heads(product, turn, cache, *at, shape, rope)
+    gate, wide = rule(gate_up, inner, pairs=1), rule(head, 152064)
+    yield "gated norm", lambda: dense(x, gate_up, gate, activation=1)
+    yield "logits norm", lambda: dense(x, head, wide, out_dtype=torch.float32)
 
 
 def _tiles(table: Tuning) -> Iterator[Case]:

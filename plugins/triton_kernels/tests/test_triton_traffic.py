@@ -18,7 +18,6 @@ import torch
 from halogen_triton import interpreter
 from halogen_triton.attention import attention
 from halogen_triton.int8 import Int8
-from halogen_triton.launch import Launch, Rule
 from halogen_triton.linear import linear
 from halogen_triton.planes import Planes
 
@@ -29,7 +28,6 @@ from test_triton_linear import TINY, normal, planes
 
 MOST = 1.1
 RULES = {**TINY.rules, **FORMATS.rules}
-RULES["dense_skinny"] = (Rule(launch=Launch(block_m=16, block_n=16, block_k=32)),)
 TABLE = attrs.evolve(TINY, rules=RULES)
 pytestmark = pytest.mark.skipif(
     not interpreter.active() or os.environ.get("HALOGEN_TEST_DEVICE", "cpu") != "cpu",
