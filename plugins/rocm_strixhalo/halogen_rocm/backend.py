@@ -35,6 +35,7 @@ from halogen_rocm.explaining import ExplainedOps, asked_bytes, explained, explai
 from halogen_rocm.locking import WorkingSet, locked_bytes, policy
 from halogen_rocm.memory import RESERVE, Ledger, device_tier, hip_shortfall, host_tier
 from halogen_rocm.platform import Gpu, Platform, compaction_stalls, read_platform
+from halogen_rocm.probe import hip_names, hip_reason, torch_reason
 from halogen_rocm.sensors import BUSY, Sensors, read_sensors, throttle_suspected
 from halogen_triton import options as chosen
 from halogen_triton.ahead import AheadBackend
@@ -53,7 +54,28 @@ def create(options: BackendOptions) -> RocmBackend:
     """The factory named in the backend's spec."""
     _check_device(options.device)
     with explained():
-        return RocmBackend(options)
+        return RocmBackend(options, device=_hip_device())
+
+
+def _hip_device() -> str:
+    """Make the Strix Halo the current device, where launches go; torch's name of it.
+
+    A probe's answer is kept for a day, so torch or its GPUs may be others by now. Raises
+    `BackendUnavailable`, or torch's own error where it sees no GPU at all.
+    """
+    reason = torch_reason((torch.version.hip, torch.version.cuda), [], available=True)
+    if reason is None:
+        torch.cuda.init()
+        names = hip_names(torch)
+        reason = hip_reason(names)
+    if reason is not None:
+        raise BackendUnavailable(
+            "the Strix Halo cannot be used", reasons=[reason.text], fix=reason.hint
+        )
+    index = names.index("gfx1151")
+    torch.cuda.set_device(index)
+    # torch calls HIP devices `cuda`
+    return f"cuda:{index}"
 
 
 def create_ahead(options: BackendOptions) -> AheadBackend:
@@ -91,7 +113,6 @@ class RocmBackend(TritonBackend):
         super().__init__(
             options,
             tuning=tuning("gfx1151", options.cache_dir),
-            # torch calls HIP devices `cuda`
             device=device,
             name="rocm_strixhalo",
             description=f"rocm:0 (gfx1151, {gpu.card})",
@@ -222,7 +243,7 @@ class RocmBackend(TritonBackend):
         """Free and total bytes as HIP tells them; None off the device."""
         if self.device.type != "cuda" or not torch.cuda.is_available():
             return None, None
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
     def _step_full(self, exc: torch.OutOfMemoryError) -> OutOfDeviceMemory:

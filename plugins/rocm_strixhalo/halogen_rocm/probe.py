@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from halogen_core.spi import DeviceInfo, ProbeResult, Reason
@@ -20,6 +21,7 @@ def probe() -> ProbeResult:
         return ProbeResult(score=0, reasons=(Reason(code="no_torch", text=text),))
     build = (torch.version.hip, torch.version.cuda)
     reason = torch_reason(build, _archs(torch), available=torch.cuda.is_available())
+    reason = reason or hip_reason(hip_names(torch))
     gpu = platform.strix_halo
     if reason or gpu is None:
         return ProbeResult(score=0, reasons=(reason,) if reason else ())
@@ -43,6 +45,25 @@ def _archs(torch: Any) -> list[str]:
     except Exception:  # a broken runtime raises anything
         return []
     return archs
+
+
+def hip_names(torch: Any) -> list[str]:
+    """What HIP calls each of its devices, like `gfx1151`, in torch's order."""
+    count = torch.cuda.device_count()
+    found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [str(getattr(properties, "gcnArchName", "")).partition(":")[0] for properties in found]
+
+
+def hip_reason(names: Sequence[str]) -> Reason | None:
+    """Why HIP cannot run on the Strix Halo though it sees GPUs."""
+    if "gfx1151" in names:  # a discrete GPU beside it may come first
+        return None
+    return Reason(
+        code="hip_arch",
+        text=f"HIP sees {', '.join(names) or 'no GPU'}, not gfx1151",
+        hint="HIP_VISIBLE_DEVICES must not hide the integrated GPU, and HSA_OVERRIDE_GFX_VERSION "
+        "must be unset: it makes a gfx1151 look like another chip",
+    )
 
 
 def hardware_reason(platform: Platform) -> Reason | None:

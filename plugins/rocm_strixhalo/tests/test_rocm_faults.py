@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -12,6 +13,7 @@ import torch
 from halogen_core.spi import (
     Activation,
     BackendOptions,
+    BackendUnavailable,
     DeviceError,
     HalogenError,
     KVSpec,
@@ -19,6 +21,7 @@ from halogen_core.spi import (
 )
 from halogen_rocm.backend import RocmBackend, create
 from halogen_rocm.explaining import asked_bytes, explained
+from halogen_rocm.probe import hip_reason
 from halogen_triton.backend import TritonBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,10 +71,49 @@ def test_faults_of_a_step_are_told(tmp_path, monkeypatch, error, code):
 
 
 def test_a_gpu_that_vanished_since_the_probe_is_told(monkeypatch):
-    text = "No CUDA GPUs are available"
-    monkeypatch.setattr("halogen_rocm.backend.RocmBackend", failing(RuntimeError(text)))
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(BackendUnavailable, match="a Strix Halo needs a ROCm build"):
+        create(BackendOptions())
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "init", failing(RuntimeError("No CUDA GPUs are available")))
     with pytest.raises(DeviceError, match="may not open /dev/kfd"):
         create(BackendOptions())
+
+
+@pytest.fixture
+def hip(monkeypatch):
+    """HIP as torch shows it, with devices of these archs; returns what was made current."""
+
+    def devices(*archs):
+        current = []
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(archs))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda i: SimpleNamespace(gcnArchName=archs[i])
+        )
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        monkeypatch.setattr("halogen_rocm.backend.RocmBackend", lambda options, device: device)
+        return current
+
+    return devices
+
+
+def test_a_discrete_gpu_beside_it_is_not_taken_for_it(hip):
+    current = hip("gfx1100", "gfx1151:sramecc-:xnack-")
+    assert create(BackendOptions()) == "cuda:1"
+    assert current == [1]
+
+
+@pytest.mark.parametrize("archs", [["gfx1100"], ["gfx1101", "gfx1201"]])
+def test_other_gpus_alone_are_refused_by_name(hip, archs):
+    """As they look with an override, too."""
+    hip(*archs)
+    with pytest.raises(BackendUnavailable, match=archs[0]) as caught:
+        create(BackendOptions())
+    assert "HSA_OVERRIDE_GFX_VERSION" in caught.value.fix
+    assert hip_reason(archs).code == "hip_arch"
+    assert hip_reason([*archs, "gfx1151"]) is None
 
 
 def _layout(backend):
