@@ -11,7 +11,7 @@ from math import prod
 
 import attrs
 
-from halogen_core.cli.profiles import stored_bytes
+from halogen_core.cli.profiles import Profile, stored_bytes
 from halogen_core.loader.sizes import used_names
 from halogen_core.spi import (
     Checkpoint,
@@ -111,6 +111,40 @@ def decode_bound(load: Load, bandwidth: float, compute: float | None) -> float:
 def prefill_bound(load: Load, compute: float) -> float:
     """Prompt tokens per second that cannot be exceeded; the head is the last token's alone."""
     return compute / (2 * (load.elements - load.head))
+
+
+def bounds(
+    decoder: DecoderConfig,
+    profile: Profile,
+    active: ActiveWeights,
+    *,
+    kv_bytes: int,
+    together: int,
+) -> dict[str, dict[str, float]]:
+    """Upper bounds on tokens per second by kind of rate: of one stream, with an empty and a full
+    context of `kv_bytes`, and of `together` full streams in sum.
+    """
+    moe = decoder.layers[0].moe
+    one = Load(
+        weight_bytes=active.bytes,
+        elements=active.elements,
+        head=active.head,
+        experts=None if moe is None else (moe.top_k, moe.num_experts),
+    )
+
+    def decode(load: Load) -> dict[str, float]:
+        compute = {kind: "peak" if kind == "peak" else "tuned" for kind in profile.bandwidth}
+        return {
+            kind: decode_bound(load, bandwidth, profile.compute.get(compute[kind]))
+            for kind, bandwidth in profile.bandwidth.items()
+        }
+
+    return {
+        "decode_tok_s_empty": decode(one),
+        "decode_tok_s_full": decode(attrs.evolve(one, kv_bytes=kv_bytes)),
+        "decode_tok_s_together": decode(attrs.evolve(one, kv_bytes=kv_bytes, sequences=together)),
+        "prefill_tok_s": {k: prefill_bound(one, v) for k, v in profile.compute.items()},
+    }
 
 
 def verdict(rate: float, best: float | None, peak: float | None) -> str:

@@ -14,12 +14,7 @@ from typing import Any
 import attrs
 import click
 
-from halogen_core.cli.bounds import (
-    ActiveWeights,
-    active_weights,
-    kv_bytes_per_token,
-    kv_read_bytes,
-)
+from halogen_core.cli.bounds import active_weights, bounds, kv_bytes_per_token, kv_read_bytes
 from halogen_core.cli.profiles import Profile, find_profile
 from halogen_core.cli.settings import with_settings
 from halogen_core.config import Config
@@ -147,8 +142,13 @@ def plan(
         "sessions": room.tokens // work.context,
         "context": work.context,
         "arithmetic": arithmetic,
+        "together": (together := min(room.tokens // work.context, work.max_batch)),
         "bounds": bounds(
-            decoder, profile, work, active_weights(checkpoint, decoder, profile.packed_bytes)
+            decoder,
+            profile,
+            active_weights(checkpoint, decoder, profile.packed_bytes),
+            kv_bytes=kv_read_bytes(decoder, work.kv_dtype, work.context),
+            together=together,
         ),
         "fallbacks": fallbacks(profile, Counter(t.format for t in tensors)),
         "formats": dict(Counter(t.format for t in tensors)),
@@ -221,19 +221,6 @@ def _host_tier(profile: Profile, work: Workload, room: Room) -> list[str]:
     ]
 
 
-def bounds(
-    decoder: DecoderConfig, profile: Profile, work: Workload, active: ActiveWeights
-) -> dict[str, dict[str, float]]:
-    """Upper bounds on tokens per second of one stream, by kind of rate."""
-    full = kv_read_bytes(decoder, work.kv_dtype, work.context)
-    bandwidth, compute = profile.bandwidth.items(), profile.compute.items()
-    return {
-        "decode_tok_s_empty": {k: v / active.bytes for k, v in bandwidth},
-        "decode_tok_s_full": {k: v / (active.bytes + full) for k, v in bandwidth},
-        "prefill_tok_s": {k: v / (2 * (active.elements - active.head)) for k, v in compute},
-    }
-
-
 def fallbacks(profile: Profile, formats: Counter[str]) -> list[str]:
     """What would not run natively, a sentence each."""
     found = [f"op `{op}`: {why}" for op, why in sorted(profile.fallback_ops.items())]
@@ -248,9 +235,11 @@ def lines(about: dict[str, Any]) -> list[str]:
     """The plan for people."""
     pools = ", ".join(f"{name} {_gib(size)}" for name, size in about["pools"].items())
     found = [f"{about['model']} on {about['device']}", f"pools: {pools}", *about["arithmetic"]]
+    streams = f"{about['together']} sessions of {about['context']}"
     for name, rates in about["bounds"].items():
         listed = ", ".join(f"{kind} {rate:.1f}" for kind, rate in rates.items())
-        found.append(f"bound on {name}: {listed} (not a speed: nothing can be faster)")
+        what = f"{name} of {streams}" if name.endswith("together") else name
+        found.append(f"bound on {what}: {listed} (not a speed: nothing can be faster)")
     found += [f"falls back: {text}" for text in about["fallbacks"]]
     return [*found, f"profile from {about['source']}"]
 

@@ -107,6 +107,12 @@ def test_a_32b_model_by_hand():
     assert decode["safe"] < decode["peak"] < 15, "no claim over the bus"
     full = about["bounds"]["decode_tok_s_full"]["safe"]
     assert full == pytest.approx(215e9 / (read + 256 * 1024 * 32768))
+    # eleven users of 32k in sum: less than twice one of them, for KV is read for each
+    assert about["together"] == 11
+    step = read + 11 * 256 * 1024 * 32768
+    total = about["bounds"]["decode_tok_s_together"]
+    assert total["peak"] == pytest.approx(11 * 256e9 / step)
+    assert any("together of 11 sessions of 32768" in line for line in lines(about))
     # a prompt's tokens meet neither the table nor, but for the last, the head
     prefill = about["bounds"]["prefill_tok_s"]["tuned"]
     assert prefill == pytest.approx(37e12 / (2 * (elements - 2 * 152064 * 5120)))
