@@ -172,6 +172,8 @@ def _too_large(room: Room, work: Workload, arithmetic: list[str]) -> OutOfMemory
     fix = "use a smaller or more quantised model, or --kv-dtype q8_0"
     if room.tokens:
         fix = f"set --context to at most {room.tokens}, or {fix}"
+    elif room.left < 0:
+        fix += ", or a smaller --max-batch-tokens"
     return OutOfMemory(
         f"one session of {work.context} tokens needs "
         f"{_gib((room.session_blocks + 1) * room.block_bytes)} of KV; " + "; ".join(arithmetic),
@@ -258,7 +260,14 @@ def _check_workload(decoder: DecoderConfig, profile: Profile, work: Workload) ->
             code="HRT-5033",
             fix=f"set --context to at most {decoder.context_length}",
         )
-    wide = max(layer.attention.head_dim for layer in decoder.layers)
+    dims = {layer.attention.head_dim for layer in decoder.layers}
+    if work.kv_dtype == "q8_0" and (odd := [dim for dim in dims if dim % 32]):
+        raise ConfigError(
+            f"kv dtype `q8_0` needs a head dim that is a multiple of 32, the model has {odd[0]}",
+            code="HRT-3401",
+            fix="use f16, bf16 or f8_e5m2",
+        )
+    wide = max(dims)
     if wide > profile.head_dim_max:
         raise UnsupportedOp(
             f"head dim is {wide}; attention of `{profile.backend}` takes {profile.head_dim_max} "

@@ -158,6 +158,10 @@ def test_what_serve_would_refuse_is_refused():
     narrow = attrs.evolve(PROFILE, head_dim_max=64)
     with pytest.raises(UnsupportedOp, match="head dim is 128"):
         plan(header, decoder(header), narrow, WORK)
+    header.dim = 80
+    with pytest.raises(ConfigError, match="multiple of 32, the model has 80"):
+        plan(header, decoder(header), PROFILE, attrs.evolve(WORK, kv_dtype="q8_0"))
+    header.dim = 128
     with pytest.raises(ConfigError, match="one KV block takes"):
         plan(header, decoder(header), PROFILE, attrs.evolve(WORK, host_bytes=4096))
 
