@@ -132,9 +132,6 @@ class AheadBackend(TritonBackend):
         sampled = step(capture.static_meta(self.upload_step, inputs))
         return lambda batch: Sampled(token_ids=sampled.token_ids[: batch.num_sequences])
 
-    def _raw(self, part: QuantTensor) -> Tensor:
-        return torch.empty(part.data.nbytes, dtype=torch.uint8, device="meta")
-
     def _dense(self, parts: Sequence[QuantTensor], role: WeightRole, dtype: torch.dtype) -> Tensor:
         axis = 1 if role is WeightRole.EXPERTS else 0
         shape = list(parts[0].shape)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halogen_core.spi import QuantTensor, UnsupportedOp, WeightRole, check_weight
@@ -89,7 +91,10 @@ def _tiled(part: Tensor | Planes | Tiles | Int8) -> Tensor | Planes | Tiles | In
     return tiled(part) if isinstance(part, Planes) and tileable(part) else part
 
 
-def _on(array: object, device: torch.device) -> Tensor:
+def _on(array: NDArray[Any], device: torch.device) -> Tensor:
+    if device.type == "meta":  # shapes only: the file is not read
+        kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return torch.empty(array.shape, dtype=kind, device=device)
     return torch.from_numpy(np.array(array)).to(device)
 
 

@@ -87,6 +87,23 @@ else:
 """
 
 
+SHAPES = """
+import resource
+import numpy as np
+from halogen_core.spi import QuantTensor
+n, k = 1 << 15, 1 << 15
+path = sys.argv[1] + "/weights"
+with open(path, "wb") as file:
+    file.truncate(n * k // 32 * 34)
+data = np.memmap(path, np.uint8, mode="r")
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+backend.pack([QuantTensor(format="Q8_0", shape=(n, k), data=data, name="w")], WeightRole.LINEAR)
+assert peak() - before < 100 << 20, peak() - before
+"""
+
+
 LENGTHS = """
 from halogen_triton.attention import HeadShape, LayerKV, Sequences, attention
 from halogen_triton.linear import linear
@@ -180,6 +197,11 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
     assert done.stdout.splitlines() == ["False", "False", "HRT-3416 True"]
     assert (tmp_path / "mine").is_dir()
+
+
+def test_no_weight_is_read_where_shapes_are_enough(tmp_path):
+    """A gigabyte of weights, of which not a tenth comes into memory."""
+    start(tmp_path, work=SHAPES)
 
 
 def test_numbers_of_sequences_tokens_and_blocks_share_a_kernel(tmp_path):
