@@ -1,13 +1,15 @@
 """Locking the working set into memory, and saying why when it cannot be done.
 
 A page of the KV pool that was swapped out stalls a whole step. Pages that the driver gave (device
-memory) are resident as long as they are ours; mlock(2) accepts their range and counts nothing, so
-VmLck shows the host's part only.
+memory) are resident as long as they are ours. How mlock(2) takes their range was seen on no Strix
+Halo: where the host maps them it counts nothing, so VmLck shows the host's part only; where it does
+not, it refuses, and the reason says that no limit is to blame.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from halogen_core.spi import ConfigError, Reason
+from halogen_rocm.platform import text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 
 POLICIES = ("auto", "on", "off")
 MIB = 1 << 20
+IPC_LOCK = 1 << 14
 
 
 @attrs.frozen(kw_only=True)
@@ -116,14 +120,30 @@ def lock_reason(error: int, size: int) -> Reason:
     """Why mlock failed: the arithmetic of the limit, and the setting that raises it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     held = locked_bytes()
-    short = "" if soft == resource.RLIM_INFINITY else f", {_size(held + size - soft)} too little"
+    told = (
+        f"locking {_size(size)} failed ({os.strerror(error)}): {_size(held)} are locked, "
+        f"RLIMIT_MEMLOCK is {_limit(soft)}"
+    )
+    short = 0 if soft == resource.RLIM_INFINITY or _above_limits() else held + size - soft
+    if error == errno.ENOMEM and short <= 0:
+        return Reason(
+            code="memlock_unmapped",
+            text=f"{told}, which is enough",
+            hint="device memory that the host does not map cannot be locked, and is not swapped: "
+            "--backend-option mlock=off asks for nothing",
+        )
     return Reason(
         code="memlock",
-        text=f"locking {_size(size)} failed ({os.strerror(error)}): {_size(held)} are locked, "
-        f"RLIMIT_MEMLOCK is {_limit(soft)}{short} (hard limit {_limit(hard)})",
+        text=f"{told}, {_size(max(0, short))} too little (hard limit {_limit(hard)})",
         hint="set LimitMEMLOCK=infinity in the systemd unit, or `memlock unlimited` in "
         "/etc/security/limits.conf; in a container --ulimit memlock=-1",
     )
+
+
+def _above_limits() -> bool:
+    """Whether this process may lock what it likes (CAP_IPC_LOCK)."""
+    told = re.search(r"^CapEff:\s+([0-9a-f]+)", text(Path("/proc/self/status")), re.MULTILINE)
+    return bool(told and int(told[1], 16) & IPC_LOCK)
 
 
 def _limit(value: int) -> str:

@@ -1,5 +1,6 @@
 """Memory rules on the fixture trees, reads past the page cache, locking."""
 
+import ctypes
 import errno
 import mmap
 import os
@@ -178,6 +179,19 @@ def test_locking_tells_what_it_did():
     done = lock(page.__array_interface__["data"][0], page.nbytes)
     assert done.bytes == locked_bytes()
     assert (done.reason is None) == (done.bytes >= page.nbytes)
-    reason = lock_reason(errno.ENOMEM, 1 << 40)
-    assert os.strerror(errno.ENOMEM) in reason.text
+    reason = lock_reason(errno.EPERM, 1 << 40)
+    assert os.strerror(errno.EPERM) in reason.text
     assert "LimitMEMLOCK" in reason.hint
+
+
+def test_no_limit_is_blamed_for_pages_that_cannot_be_locked():
+    """Such as device memory that the host does not map: here, pages that nobody may touch."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, 4096, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    reason = lock(address, 4096).reason
+    libc.munmap(address, 4096)
+    assert reason.code == "memlock_unmapped"
+    assert "mlock=off" in reason.hint
+    assert "LimitMEMLOCK" not in reason.hint

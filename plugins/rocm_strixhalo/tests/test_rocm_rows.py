@@ -1,5 +1,6 @@
 """Each row of the doctor's table: what is read, and what is said; locking, sensors, throttling."""
 
+import errno
 import logging
 import os
 import re
@@ -159,7 +160,7 @@ def test_the_working_set_is_locked_where_that_is_allowed(tmp_path):
 
 
 def refuse(monkeypatch):
-    reason = locking.lock_reason(12, 1 << 40)
+    reason = locking.lock_reason(errno.EPERM, 1 << 40)
     calls = []
 
     def denied(address, size):
@@ -201,6 +202,7 @@ def test_off_locks_nothing(tmp_path, monkeypatch):
 def test_arithmetic_of_the_limit(monkeypatch):
     monkeypatch.setattr(locking.resource, "getrlimit", lambda _: (8 << 20, 16 << 20))
     monkeypatch.setattr(locking, "locked_bytes", lambda: 4 << 20)
+    monkeypatch.setattr(locking, "_above_limits", lambda: False)
     text = locking.lock_reason(12, 100 << 20).text
     assert "locking 100.0 MiB failed" in text
     assert "4.0 MiB are locked" in text
