@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from halogen_core.engine.grammar_compiler import (
+    Vocabulary,
+    compile_grammar,
+    first_line,
+    open_words,
+)
 from halogen_core.errors import RequestError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.tokenizer import TokenKind
@@ -23,13 +29,8 @@ from halogen_core.loader.tokenizer import TokenKind
 if TYPE_CHECKING:
     import llguidance  # in use only from the first grammar on: its import takes 60 ms
 
-KEPT = 64
-"""Compiled grammars remembered, failed ones too."""
-MAX_LEXER_STATES = 50_000
-"""Of 1 to 2 kB each."""
-
-_NO_WAY = "NoExtensionBias"
-"""llguidance's word where no token is allowed at the beginning."""
+KEPT = 16
+"""Compiled grammars remembered, failed ones too; one may hold 100 MB (`grammar_trial`)."""
 
 
 @attrs.define(eq=False)
@@ -53,7 +54,7 @@ class AnswerGrammar:
         if ends and not self._matcher.is_accepting():
             self.error = "the grammar allows no way to finish this answer"
         elif not self._matcher.consume_token(token):
-            self.error = _first_line(self._matcher.get_error())
+            self.error = first_line(self._matcher.get_error())
 
     @property
     def complete(self) -> bool:
@@ -68,7 +69,7 @@ class Grammars:
         self._open_tokenizer = open_tokenizer
         self._mask_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._opened: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()
 
     def start(self, source: str) -> AnswerGrammar:
@@ -87,7 +88,7 @@ class Grammars:
             if found := self._compiled.get(source):
                 self._compiled.move_to_end(source)
         if found is None:
-            found = self._new(source)
+            found = compile_grammar(self._words(), source)
             with self._lock:
                 self._compiled[source] = found
                 while len(self._compiled) > KEPT:
@@ -96,56 +97,24 @@ class Grammars:
             raise RequestError(f"the grammar does not compile: {found}", code="HRT-4009")
         return found
 
-    def _new(self, source: str) -> llguidance.LLMatcher | str:
-        """The compiled grammar, or what is wrong with it."""
-        import llguidance
-
-        words = self._words()
-        limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = llguidance.LLMatcher(words, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            return _first_line(matcher.get_error())
-        trial = matcher.deep_copy()
-        first = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
-        if trial.is_error():
-            why = _first_line(trial.get_error())
-            return "it matches no text" if why == _NO_WAY else why
-        if not matcher.is_accepting() and set(np.flatnonzero(first)) <= set(words.eos_tokens):
-            return "it matches no text"
-        return matcher
-
     def _words(self) -> llguidance.LLTokenizer:
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = _vocabulary(self._open_tokenizer())
-            return self._vocabulary
+            if self._opened is None:
+                tokenizer = self._open_tokenizer()
+                self._opened = open_words(vocabulary_of(tokenizer), tokenizer.encode)
+            return self._opened
 
 
-class _Words:
-    """A vocabulary as llguidance reads it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.eos_token_id = min(tokenizer.end_token_ids)
-        self.bos_token_id = tokenizer.bos_token_id
-        self.tokens: Sequence[bytes] = tokenizer.vocabulary_bytes()
-        special = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.UNUSED)
-        self.special_token_ids = [i for i, k in enumerate(tokenizer.kinds) if k in special]
-        self._encode = tokenizer.encode
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace"))
-
-
-def _vocabulary(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
-    import llguidance
-
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """Raises `RequestError` (HRT-4009) for a model whose answers no grammar could end."""
     if not tokenizer.end_token_ids:
         raise RequestError(
             "this model has no end token, so a grammar could not end an answer", code="HRT-4009"
         )
-    words = llguidance.TokenizerWrapper(_Words(tokenizer))
-    return llguidance.LLTokenizer(words, eos_token=sorted(tokenizer.end_token_ids))
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown error"])[0][:300]
+    special = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.UNUSED)
+    return Vocabulary(
+        tokens=tokenizer.vocabulary_bytes(),
+        special_token_ids=[i for i, kind in enumerate(tokenizer.kinds) if kind in special],
+        end_token_ids=sorted(tokenizer.end_token_ids),
+        bos_token_id=tokenizer.bos_token_id,
+    )

@@ -1,7 +1,8 @@
 """An engine behind a socket, in a process of its own.
 
 The main thread is the step loop; a reader thread takes messages from the server, a writer thread
-sends to it. The process ends when the server does, whatever the step loop is doing.
+sends to it, a third compiles grammars beside both. The process ends when the server does, whatever
+the step loop is doing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class Worker:
         self._engine: Engine | None = None
         self._loop: EngineLoop | None = None
         self._percent = -1
+        self._uncompiled: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
+        self._compiling: set[str] = set()
+        """Requests that wait for their grammar; whoever is aborted leaves it."""
+        self._lock = threading.Lock()
 
     def run(self) -> int:
         """Serve until told to stop; the exit code."""
@@ -66,6 +71,10 @@ class Worker:
             self._fail,
             SetAside().after_step,
         )
+        compiling = (self._engine, self._loop)
+        threading.Thread(
+            target=self._compile, args=compiling, name="halogen-grammars", daemon=True
+        ).start()
         self._send(wire.Ready(self._engine.info))
         self._loop.run()
         self._finish(writer)
@@ -116,10 +125,11 @@ class Worker:
             os._exit(1)  # told to stop while it loads: there is nothing yet to end in order
         match message:
             case wire.Submit(request):
-                self._compile_grammar(engine, request)
-                loop.submit(request)
+                self._submit(loop, request)
             case wire.Abort(request_id):
-                loop.abort(request_id)
+                with self._lock:
+                    self._compiling.discard(request_id)
+                    loop.abort(request_id)
             case wire.Ping(token):
                 self._send(wire.Pong(token, loop.steps, loop.step_seconds()))
             case wire.GetStats(token):
@@ -135,11 +145,23 @@ class Worker:
             case wire.Stop():
                 loop.stop(timeout_s=0)
 
-    def _compile_grammar(self, engine: Engine, request: GenerateRequest) -> None:
-        """Here rather than between two steps of others; what is wrong with it, `submit` says."""
-        if request.grammar:
+    def _submit(self, loop: EngineLoop, request: GenerateRequest) -> None:
+        if not request.grammar:
+            loop.submit(request)
+            return
+        self._compiling.add(request.request_id)
+        self._uncompiled.put(request)
+
+    def _compile(self, engine: Engine, loop: EngineLoop) -> None:
+        """Neither between two steps nor while pings wait; what is wrong, `submit` says."""
+        while True:
+            request = self._uncompiled.get()
             with contextlib.suppress(HalogenError):
                 engine.grammars.check(request.grammar)
+            with self._lock:
+                if request.request_id in self._compiling:
+                    self._compiling.discard(request.request_id)
+                    loop.submit(request)
 
     def _answer(self, token: int, future: Future[Any]) -> None:
         def done(future: Future[Any]) -> None:

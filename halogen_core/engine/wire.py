@@ -121,7 +121,7 @@ to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: object) -> bytes:
     """A message as it goes over the wire."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -140,9 +140,14 @@ HEADER_BYTES = _LENGTH.size
 
 def receive(connection: socket.socket) -> ToEngine | None:
     """The next message to the engine; None when the other side is gone."""
-    header = _exactly(connection, HEADER_BYTES)
-    body = header and _exactly(connection, frame_length(header))
+    body = receive_body(connection)
     return to_engine.decode(body) if body else None
+
+
+def receive_body(connection: socket.socket) -> bytes | None:
+    """The next message, not decoded; None when the other side is gone."""
+    header = _exactly(connection, HEADER_BYTES)
+    return header and _exactly(connection, frame_length(header))
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:

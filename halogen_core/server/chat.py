@@ -24,7 +24,7 @@ from halogen_core.server.openai_models import ChatBody
 from halogen_core.server.prompts import Prompt, answer_length, refuse_huge_text
 from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
-from halogen_core.server.structured import answer_grammar, check_grammar, lark_grammar
+from halogen_core.server.structured import Form, answer_form, lark_grammar, tried
 from halogen_core.server.tools import Toolbox, ToolDeltas, read_tools
 
 TAIL_TOKENS = 16
@@ -39,7 +39,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     validation.refuse_unsupported(body)
     tools = read_tools(service.tokenizer, body)
     prompt = await asyncio.to_thread(render_prompt, service, body, tools)
-    grammar = await asyncio.to_thread(choose_grammar, service, body, tools)
+    grammar = await tried(service, await asyncio.to_thread(choose_form, body, tools))
     answer = ChatAnswer(service=service, body=body, model=model, tools=tools)
     choices = make_choices(answer, prompt, grammar)
     generation = Generation(service, choices, validation.stop_strings(body), answer.tally)
@@ -66,10 +66,10 @@ def render_prompt(service: Service, body: ChatBody, tools: Toolbox | None) -> Pr
     return Prompt(token_ids=ids, text="")
 
 
-def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> str:
+def choose_form(body: ChatBody, tools: Toolbox | None) -> Form | None:
     """What the answer must match, of its form or of its calls; runs in a worker thread."""
-    grammar = answer_grammar(service, body)
-    if grammar and tools:
+    form = answer_form(body)
+    if form and tools:
         raise RequestError(
             "`tools` beside a form for the answer are not supported by this version",
             param="tools",
@@ -77,9 +77,8 @@ def choose_grammar(service: Service, body: ChatBody, tools: Toolbox | None) -> s
             fix='send `tool_choice`: "none", or leave the form out',
         )
     if tools and (rules := tools.grammar()):
-        grammar = lark_grammar(rules)
-        check_grammar(service, grammar, "tools")
-    return grammar
+        return Form(lark_grammar(rules), "tools")
+    return form
 
 
 def make_choices(answer: ChatAnswer, prompt: Prompt, grammar: str) -> list[Choice]:

@@ -22,7 +22,7 @@ from halogen_core.server.openai_models import CompletionBody
 from halogen_core.server.prompts import Prompt, answer_length, encode_text
 from halogen_core.server.service import Service, new_id
 from halogen_core.server.sse import collect, open_stream
-from halogen_core.server.structured import answer_grammar
+from halogen_core.server.structured import answer_form, tried
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI's completions do when not told."""
@@ -37,7 +37,7 @@ async def completions(service: Service, request: Request) -> Response:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("`best_of` other than `n` is not supported", param="best_of")
     prompts = await asyncio.to_thread(read_prompts, service, body)
-    grammar = await asyncio.to_thread(answer_grammar, service, body)
+    grammar = await tried(service, await asyncio.to_thread(answer_form, body))
     answer = CompletionAnswer(
         service=service, body=body, model=model, prompts=prompts, grammar=grammar
     )

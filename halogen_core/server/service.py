@@ -10,7 +10,7 @@ import attrs
 
 from halogen_core.config import Config
 from halogen_core.engine.client import EngineClient
-from halogen_core.engine.grammar import Grammars
+from halogen_core.engine.grammar_trials import GrammarTrials
 from halogen_core.errors import EngineUnavailable, RequestError
 from halogen_core.loader import Tokenizer
 from halogen_core.server.admission import Admission
@@ -27,7 +27,7 @@ class Service:
     config: Config
     tokenizer: Tokenizer
     render: Render
-    grammars: Grammars
+    trials: GrammarTrials
     admission: Admission
     metrics: Metrics
     created: int = attrs.field(factory=lambda: int(time.time()))

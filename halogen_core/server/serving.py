@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from halogen_core.config import Config, ServerSettings
 from halogen_core.engine.client import EngineClient
 from halogen_core.engine.garbage import give_back, set_aside
-from halogen_core.engine.grammar import Grammars
+from halogen_core.engine.grammar_trials import GrammarTrials
 from halogen_core.errors import ConfigError
 from halogen_core.loader import Tokenizer
 from halogen_core.loader.chat_template import has_chat_template, render_chat
@@ -172,7 +172,7 @@ def make_service(config: Config, tokenizer: Tokenizer) -> Service:
         config=config,
         tokenizer=tokenizer,
         render=functools.partial(render_chat, tokenizer),
-        grammars=Grammars(lambda: tokenizer, tokenizer.vocab_size),
+        trials=GrammarTrials(lambda: tokenizer),
         admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
         metrics=Metrics(),
     )
@@ -196,6 +196,7 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         await _end(side, starting)
+        service.trials.close()
         if service.has_engine:
             await service.engine.close()
     if not starting.cancelled():

@@ -7,13 +7,14 @@ OpenAI's `response_format`, vLLM's `guided_*` and `structured_outputs`, llama.cp
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import msgspec
 
-from halogen_core.errors import RequestError
+from halogen_core.engine.grammar_trial import Asked
+from halogen_core.errors import Overloaded, RequestError
 from halogen_core.server.closed_schemas import closed
 from halogen_core.server.openai_models import (
     GenerationBody,
@@ -24,54 +25,62 @@ from halogen_core.server.openai_models import (
 from halogen_core.server.service import Service
 
 MAX_SOURCE_CHARS = 256 * 1024
-MAX_COMPILE_S = 2.0
 WHITESPACE = r"\n?[ \t]{0,24}"
 """Between JSON tokens: models indent, but some would never stop (vllm#13260)."""
 JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}
 
 
-def answer_grammar(service: Service, body: GenerationBody) -> str:
-    """The grammar a body asks for, compiled once to be sure; empty: free text.
+@attrs.frozen
+class Form:
+    """The grammar that an answer must match, and the field that asks for it."""
 
-    Runs in a worker thread. Raises `RequestError`, HRT-4009 for what does not compile.
-    """
-    sources = {name: source for name, source in _sources(body) if source}
-    if len(sources) > 1:
-        first, second, *_ = sources
+    grammar: Asked
+    param: str
+
+
+def answer_form(body: GenerationBody) -> Form | None:
+    """The form that a body asks for, not compiled yet; None: free text. Raises `RequestError`."""
+    forms = [Form(grammar, name) for name, grammar in _grammars(body) if grammar is not None]
+    if len(forms) > 1:
+        first, second, *_ = (form.param for form in forms)
         raise _refused(f"`{first}` and `{second}` both say what it is; send one", second)
-    for param, source in sources.items():
-        check_grammar(service, source, param)
-    return next(iter(sources.values()), "")
+    return forms[0] if forms else None
 
 
-def check_grammar(service: Service, source: str, param: str) -> None:
-    """Raise `RequestError` (HRT-4009) for a grammar that is too large, too slow or none."""
-    if len(source) > MAX_SOURCE_CHARS:
-        raise _refused(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS} may be", param)
-    began = time.thread_time()
+async def tried(service: Service, form: Form | None) -> str:
+    """The grammar of a form, compiled once to be sure; empty: free text.
+
+    Raises `RequestError` (HRT-4009) for one that is too large, too slow or none.
+    """
+    if form is None:
+        return ""
+    _refuse_long(form.grammar.text, form.param)
     try:
-        service.grammars.check(source)
+        trial = await service.trials.check(form.grammar)
+    except Overloaded:
+        raise
     except RequestError as exc:
-        raise RequestError(exc.message, param=param, code=exc.code) from None
-    took = time.thread_time() - began
-    service.metrics.grammar.observe(took)
-    if took > MAX_COMPILE_S:
-        raise _refused(f"it took {took:.1f} s to compile, {MAX_COMPILE_S:g} s are allowed", param)
+        raise RequestError(exc.message, param=form.param, code=exc.code) from None
+    service.metrics.grammar.observe(trial.seconds)
+    return trial.source
 
 
-def json_grammar(schema: str | Schema, param: str) -> str:
+def json_grammar(schema: str | Schema, param: str) -> Asked:
     """JSON that matches a schema; raises `RequestError` (HRT-4009)."""
     import llguidance
 
     try:
-        parsed = msgspec.json.decode(schema, type=Schema) if isinstance(schema, str) else schema
+        written = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        _refuse_long(written, param)
+        parsed = msgspec.json.decode(written, type=Schema)
         text = msgspec.json.encode(closed(parsed)).decode()
-        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        source = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     except (ValueError, msgspec.DecodeError, RecursionError) as exc:
         raise _refused(f"the JSON schema does not read: {exc}", param) from None
+    return Asked(source)
 
 
-def _sources(body: GenerationBody) -> Iterator[tuple[str, str]]:
+def _grammars(body: GenerationBody) -> Iterator[tuple[str, Asked | None]]:
     """Every field that can ask for a form, with its grammar or nothing."""
     yield "response_format", _response_format(body.response_format)
     yield "structured_outputs", _structured_outputs(body.structured_outputs)
@@ -79,13 +88,13 @@ def _sources(body: GenerationBody) -> Iterator[tuple[str, str]]:
     yield "json_schema", _json(body.json_schema, "json_schema")
     yield "guided_regex", _regex(body.guided_regex)
     yield "guided_choice", _choice(body.guided_choice, "guided_choice")
-    yield "guided_grammar", _grammar(body.guided_grammar, "guided_grammar")
-    yield "grammar", _grammar(body.grammar, "grammar")
+    yield "guided_grammar", _grammar(body.guided_grammar)
+    yield "grammar", _grammar(body.grammar)
 
 
-def _response_format(asked: ResponseFormat | None) -> str:
+def _response_format(asked: ResponseFormat | None) -> Asked | None:
     if asked is None or asked.type == "text":
-        return ""
+        return None
     if asked.type == "json_object":
         return json_grammar(asked.schema or {"type": "object"}, "response_format")
     if asked.json_schema is None or asked.json_schema.schema is None:
@@ -96,9 +105,9 @@ def _response_format(asked: ResponseFormat | None) -> str:
     return json_grammar(asked.json_schema.schema, "response_format")
 
 
-def _structured_outputs(asked: StructuredOutputs | None) -> str:
+def _structured_outputs(asked: StructuredOutputs | None) -> Asked | None:
     if asked is None:
-        return ""
+        return None
     if asked.structural_tag is not None:
         raise RequestError(
             "`structured_outputs.structural_tag` is not supported by this version",
@@ -107,34 +116,34 @@ def _structured_outputs(asked: StructuredOutputs | None) -> str:
             fix="use `json`, `regex`, `choice` or `grammar`",
         )
     name = "structured_outputs"
-    sources = [
+    grammars = [
         _json({"type": "object"} if asked.json_object else None, name),
         _json(asked.json, name),
         _regex(asked.regex),
         _choice(asked.choice, name),
-        _grammar(asked.grammar, name),
+        _grammar(asked.grammar),
     ]
-    given = [source for source in sources if source]
+    given = [grammar for grammar in grammars if grammar is not None]
     if len(given) != 1:
         raise _refused(f"`{name}` must hold one form, it holds {len(given)}", name)
     return given[0]
 
 
-def _json(schema: str | Schema | None, param: str) -> str:
-    return json_grammar(schema, param) if schema is not None else ""
+def _json(schema: str | Schema | None, param: str) -> Asked | None:
+    return json_grammar(schema, param) if schema is not None else None
 
 
-def _regex(pattern: str | None) -> str:
+def _regex(pattern: str | None) -> Asked | None:
     if not pattern:
-        return ""
+        return None
     import llguidance
 
-    return llguidance.LLMatcher.grammar_from_regex(pattern)
+    return Asked(llguidance.LLMatcher.grammar_from_regex(pattern))
 
 
-def _choice(options: list[str] | None, param: str) -> str:
+def _choice(options: list[str] | None, param: str) -> Asked | None:
     if options is None:
-        return ""
+        return None
     if not options or "" in options:
         raise _refused("a choice needs at least one text, and none that is empty", param)
     # one terminal: as alternatives of a rule, some thousands are more than the parser takes
@@ -142,26 +151,21 @@ def _choice(options: list[str] | None, param: str) -> str:
     return lark_grammar(f"start: CHOICE\nCHOICE: {texts}")
 
 
-def _grammar(text: str | None, param: str) -> str:
+def _grammar(text: str | None) -> Asked | None:
     """Lark as llguidance writes it, or llama.cpp's GBNF."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if not text:
-        return ""
-    try:
-        return lark_grammar(any_to_lark(text))
-    except RecursionError:
-        raise _refused("it is nested too deeply", param) from None
-    except Exception as exc:
-        # the converter raises bare Exceptions
-        raise _refused(f"it is neither Lark nor GBNF: {str(exc)[:200]}", param) from None
+    return Asked(text, written=True) if text else None
 
 
-def lark_grammar(text: str) -> str:
+def lark_grammar(text: str) -> Asked:
     """Lark rules as a grammar."""
     import llguidance
 
-    return llguidance.LLMatcher.grammar_from_lark(text)
+    return Asked(llguidance.LLMatcher.grammar_from_lark(text))
+
+
+def _refuse_long(text: str, param: str) -> None:
+    if len(text) > MAX_SOURCE_CHARS:
+        raise _refused(f"it has {len(text)} characters, at most {MAX_SOURCE_CHARS} may be", param)
 
 
 def _refused(what: str, param: str) -> RequestError:

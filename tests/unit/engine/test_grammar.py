@@ -101,7 +101,10 @@ def test_a_model_without_an_end_cannot_follow_one():
 def test_the_ones_used_last_are_kept(grammars, monkeypatch):
     monkeypatch.setattr(grammar, "KEPT", 2)
     compiled = []
-    monkeypatch.setattr(grammars, "_new", lambda s, new=grammars._new: compiled.append(s) or new(s))
+    new = grammar.compile_grammar
+    monkeypatch.setattr(
+        grammar, "compile_grammar", lambda words, s: compiled.append(s) or new(words, s)
+    )
     for rule in ('"a"', '"b"', '"a"', '"c"', '"a"', '"b"'):
         grammars.check(lark(rule))
     assert compiled == [lark(rule) for rule in ('"a"', '"b"', '"c"', '"b"')]

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from halogen_core.config import resolve
-from halogen_core.engine.grammar import Grammars
+from halogen_core.engine.grammar_trials import GrammarTrials
 from halogen_core.engine.local import LocalEngine
 from halogen_core.engine.protocol import (
     EngineInfo,
@@ -250,7 +250,7 @@ def serving(script, *, info_context=4096, engine_options=None, template=None, **
             config=config,
             tokenizer=tokenizer,
             render=functools.partial(render_chat, tokenizer) if template else render,
-            grammars=Grammars(byte_tokenizer, VOCAB),
+            trials=GrammarTrials(byte_tokenizer),
             admission=Admission(limit=config.engine.max_batch + config.engine.max_queue),
             metrics=Metrics(),
         )
@@ -266,6 +266,7 @@ def serving(script, *, info_context=4096, engine_options=None, template=None, **
         # of connections that a test closed a moment ago; what never ends is found below
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=20)
+        service.trials.close()
         await client.close()
         box["tasks"] = asyncio.all_tasks() - {asyncio.current_task()}
 
