@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from halogen_triton.block_kernels import sliced_products, whole_products
 from halogen_triton.lane_kernels import lane_sums
 from halogen_triton.plane_kernels import ahead_sums, block_scales, code_floats, has_min
 from halogen_triton.pointwise_kernels import gated, pdl_launch, pdl_wait
@@ -145,6 +146,14 @@ def expert_rows(m, M, row_ids, block_expert, top_k, EXPERTS: tl.constexpr):
     return tl.where(m < M, m, 0), m, expert
 
 
+def _whole(arguments: Mapping[str, Any]) -> bool:
+    """Whether blocks are multiplied whole: where loads are not staged and both tiles fit 32 KiB."""
+    elements = (arguments["BM"] + arguments["BN"]) * arguments["NB"] * 32
+    fits = elements * arguments["x"].element_size() <= 32768
+    return fits and arguments.get("num_stages", 1) == 1
+
+
+@triton.heuristics({"WHOLE": _whole})
 @triton.jit(do_not_specialize=["M"])
 def plane_gemm(
     x,
@@ -171,8 +180,9 @@ def plane_gemm(
     BIAS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """As `dense_gemm` over bit planes, dequantised to the type of x, NB blocks of 32 at a time."""
+    """As `dense_gemm` over bit planes, dequantised to the type of x, NB blocks of 32 at a time (WHOLE: at once)."""
     pdl_launch(PDL)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -183,49 +193,19 @@ def plane_gemm(
     j = tl.arange(0, NB * 4)
     row = (expert * N + tl.where(n < N, n, 0).to(tl.int64))[None, :]
     xrow = x + source.to(tl.int64)[:, None] * x_stride
-    dtype = x.dtype.element_ty
-    # int8 is exact in 16 bits: one scale per row meets the sum instead
-    BY_ROW: tl.constexpr = FORMAT == 5 + 16 * 4095
+    m_mask = (m < M)[:, None]
     acc = tl.zeros([BM, BN], tl.float32)
-    for b0 in range(0, KB, NB):
-        b = b0 + j // 4
-        inside = b < KB
-        mask = inside[:, None] & (n < N)[None, :]
-        x_mask = inside[None, :] & (m < M)[:, None]
-        xb = xrow + (b * 32 + j % 4)[None, :]
-        if not BY_ROW:
-            s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 0, FORMAT)
-        if FORMAT % 16 == 5:
-            for i in tl.static_range(8):
-                q = tl.load(
-                    codes + (row * KB + b[:, None]) * 32 + (j % 4)[:, None] + 4 * i,
-                    mask=mask,
-                    other=0,
-                )
-                xt = tl.load(xb + 4 * i, mask=x_mask, other=0.0)
-                value = q.to(tl.float32)
-                if not BY_ROW:
-                    value *= s
-                acc = tl.dot(xt, value.to(dtype), acc, input_precision="ieee")
-        else:
-            words = tl.load(
-                codes + (row * KB + b[:, None]) * 4 + (j % 4)[:, None], mask=mask, other=0
-            )
-            upper = words
-            if HIGH == 1:
-                upper = tl.load(high + row * KB + b[:, None], mask=mask, other=0)
-            for i in tl.static_range(8):
-                if HIGH == 2 and i % 4 == 0:
-                    upper = tl.load(high + (row * KB + b[:, None]) * 2 + i // 4, mask=mask, other=0)
-                if FORMAT == 4 and i == 4:
-                    s, low = block_scales(scales, supers, row, b[:, None], mask, KB, 1, FORMAT)
-                q = code_floats(words, upper, i, (j % 4)[:, None], HIGH, OFFSET)
-                value = q * s
-                if has_min(FORMAT):
-                    value -= low
-                xt = tl.load(xb + 4 * i, mask=x_mask, other=0.0)
-                acc = tl.dot(xt, value.to(dtype), acc, input_precision="ieee")
-    if BY_ROW:
+    if WHOLE:
+        acc = whole_products(
+            acc, xrow, m_mask, codes, high, scales, supers, row, KB, NB, FORMAT, HIGH, OFFSET
+        )  # fmt: skip
+    else:
+        acc = sliced_products(
+            acc, xrow, m_mask, j, codes, high, scales, supers, row, (n < N)[None, :], KB, NB,
+            FORMAT, HIGH, OFFSET,
+        )  # fmt: skip
+    # int8 is exact in 16 bits: one scale per row meets the sum
+    if FORMAT == 5 + 16 * 4095:
         acc *= tl.load(scales + row)
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

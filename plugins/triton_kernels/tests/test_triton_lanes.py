@@ -1,7 +1,7 @@
-"""The forms of a GEMV over bit planes, each for every format, against float64.
+"""The forms of products over bit planes, each for every format, against float64.
 
-Which one a launch takes is chosen from its shape and arch (`linear_kernels.plane_gemv`): runs of two
-blocks a lane, single blocks, or loads ahead of the products.
+Which one a launch takes is chosen from its shape and arch (`linear_kernels`). One row: runs of two
+blocks a lane, single blocks, or loads ahead of the products. More: whole blocks or slices of them.
 """
 
 import sys
@@ -17,6 +17,7 @@ from halogen_triton.linear import linear
 from halogen_triton.pointwise_kernels import SILU
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_triton_linear
 from test_triton_formats import TINY, near, normal, pack
 
 FORMATS = {
@@ -82,3 +83,47 @@ def test_what_lies_past_the_end_adds_nothing(form, name):
     expected = x.cpu().double() @ want.T
     assert torch.equal(got.cpu().isnan(), expected.isnan())
     assert torch.equal(got.cpu()[expected.isinf()].double(), expected[expected.isinf()])
+
+
+@pytest.fixture(params=[True, False], ids=["whole blocks", "slices"])
+def whole(request, monkeypatch):
+    monkeypatch.setitem(linear_kernels.plane_gemm.values, "WHOLE", lambda _: request.param)
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_in_both_forms(name, dtype):
+    # rows, outputs and blocks all end within a tile
+    weight, want = pack(name, 21, 256 * 3, **FORMATS[name])
+    launch = Launch(block_m=16, block_n=16, block_k=512)
+    rules = {**TINY.rules, "plane_gemm": (Rule(launch=launch),)}
+    x, bias = normal(3, 256 * 3, dtype=dtype), normal(21, seed=3, dtype=dtype)
+    got = linear(x, weight, attrs.evolve(TINY, rules=rules), bias=bias)
+    near(got, x.cpu().double() @ want.T + bias.cpu().double())
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7C01, -1])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"])
+def test_a_scale_that_is_no_number_spoils_its_row_alone(name, bits):
+    """Rounding by adding to bits could carry it into a number."""
+    weight, _ = pack(name, 5, 256)
+    scales = weight.supers if name.endswith("K") else weight.scales
+    scales.view(torch.int16)[2, 0] = bits
+    got = linear(normal(3, 256, dtype=torch.bfloat16), weight, TINY)
+    assert got.cpu().isnan().any(0).tolist() == [False, False, True, False, False]
+    assert got.cpu()[:, 2].isnan().all()
+
+
+@pytest.mark.usefixtures("whole")
+def test_experts_in_both_forms():
+    test_triton_linear.test_experts_take_their_own_rows("Q4_K")
+
+
+@pytest.mark.parametrize(
+    ("stages", "block_m", "form"), [(1, 16, True), (2, 16, False), (1, 256, False)]
+)
+def test_blocks_are_whole_where_nothing_is_staged_and_both_tiles_fit(stages, block_m, form):
+    launch = {"BM": block_m, "BN": 64, "NB": 4, "num_stages": stages, "x": torch.empty(0).half()}
+    assert linear_kernels.plane_gemm.values["WHOLE"](launch) is form

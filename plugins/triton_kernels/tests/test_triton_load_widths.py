@@ -35,7 +35,13 @@ WIDE_GATED = {"Q4_K": 0.88, "Q6_K": 0.93}
 """Two weights share x there, so scales weigh more."""
 WIDE_CACHE = {"bf16": 1.0, "f8_e5m2": 1.0, "q8_0": 0.94}
 """The same of a decode attention's KV cache: q8_0 has two bytes of scale for 32."""
-FEW = ("linear Q4_K rows 1", "gated Q6_K", "attention direct q8_0 9-3x64", "attention direct bf16")
+FEW = (
+    "linear Q4_K rows 1",
+    "linear Q8_0 rows 8",
+    "gated Q6_K",
+    "attention direct q8_0 9-3x64",
+    "attention direct bf16",
+)
 
 
 def compiled(how, *cases):
@@ -81,6 +87,9 @@ def judge(kernels):
             assert row["spills"] == row["scratch"] == 0, (name, how, row)
             if name.endswith("plane_gemv"):
                 judge_gemv(name, row["loop"])
+            elif name.endswith("plane_gemm"):
+                asked = row["loop"]["bytes"]
+                assert asked["codes"].keys() == asked["xrow"].keys() == {"16"}, (name, how, asked)
             elif name.endswith("/decode"):
                 judge_decode(name, row["loop"])
             else:
