@@ -8,6 +8,7 @@ JSON schema, regular expression or Lark grammar in llguidance's notation).
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 KEPT = 16
 """Compiled grammars remembered, failed ones too; one may hold 100 MB (`grammar_trial`)."""
+SLOW_S = 0.05
+"""Of processor time for the mask of one token: some hundred times what it usually takes."""
+MAX_SLOW_TOKENS = 20
+"""An answer may have so many; all sequences of the step wait for each."""
 
 
 @attrs.define(eq=False)
@@ -43,11 +48,19 @@ class AnswerGrammar:
     """Of a row of the mask, ceil(V / 32); the model may know more tokens than the tokenizer."""
     error: str = ""
     """Why the answer cannot go on; empty while it can."""
+    _slow_tokens: int = 0
 
     def allow(self, row: NDArray[np.uint32]) -> None:
         """Write the mask of the next token into `row`, [ceil(V / 32)]."""
+        began = time.thread_time()
         row[self._known_words :] = 0
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self._known_words)
+        self._slow_tokens += time.thread_time() - began > SLOW_S
+        if self._slow_tokens > MAX_SLOW_TOKENS:
+            self.error = (
+                f"the grammar is too ambiguous: {MAX_SLOW_TOKENS} tokens took more than "
+                f"{SLOW_S * 1000:g} ms each to find"
+            )
 
     def record(self, token: int, *, ends: bool) -> None:
         """Note a sampled token; `ends` if it ends the answer."""

@@ -93,6 +93,23 @@ def test_a_grammar_without_an_answer_is_told_in_words(grammars, source):
         grammars.check(source)
 
 
+def test_an_ambiguous_grammar_cannot_keep_a_step_for_long(grammars, monkeypatch):
+    """Every token costs more than the one before it: here each way to pair what is there."""
+    monkeypatch.setattr(grammar, "SLOW_S", 0.002)
+    answer = grammars.start(lark('s\ns: s s | "a" | "aa"'))
+    letter, tokens = LETTERS.index("a"), 0
+    while not answer.error and tokens < 2000:
+        allowed(answer)
+        answer.record(letter, ends=False)
+        tokens += 1
+    assert "too ambiguous" in answer.error
+    plain = grammars.start(lark("/a+/"))
+    for _ in range(tokens):
+        allowed(plain)
+        plain.record(letter, ends=False)
+    assert not plain.error
+
+
 def test_a_model_without_an_end_cannot_follow_one():
     with pytest.raises(RequestError, match="no end token"):
         Grammars(lambda: tokenizer(ends=()), VOCAB).check(lark('"a"'))
