@@ -18,6 +18,8 @@ from halogen_core.server.service import Service
 
 Event = tuple[int, TextDelta]
 """The number of a choice and its news."""
+WORTH_SHARING = 256
+"""Tokens of a prompt from which on it is computed for one answer and cached for the others."""
 MAX_PENDING = 4096
 """Deltas a client may lag behind (about 256 KiB of stream) before it is cut off."""
 
@@ -82,7 +84,21 @@ class Generation:
     def start(self) -> None:
         """Take places in the queue and begin; raises `Overloaded`."""
         self._resources.enter_context(self._service.admission.enter(len(self.choices)))
-        self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
+        computed: dict[int, asyncio.Event] = {}
+        for choice in self.choices:
+            own = asyncio.Event()
+            before = computed.setdefault(id(choice.prompt), own)
+            after = before if before is not own and self._shares(choice) else None
+            self._tasks.append(asyncio.create_task(self._run(choice, own, after)))
+
+    def _shares(self, choice: Choice) -> bool:
+        """Whether an answer gains by waiting until another one's prompt, the same, is cached."""
+        return (
+            len(choice.prompt.token_ids) >= WORTH_SHARING
+            and choice.request.use_prefix_cache
+            and not choice.request.prompt_logprobs
+            and self._service.config.cache.prefix_cache
+        )
 
     async def events(self, *, ping_s: float | None = None) -> AsyncIterator[list[Event]]:
         """Whatever came since the last look; an empty list after `ping_s` of silence."""
@@ -128,10 +144,17 @@ class Generation:
         self._open -= item[1].finish_reason is not None
         batch.append(item)
 
-    async def _run(self, choice: Choice) -> None:
-        """Pump one choice into the queue, then the exception that ended it, if one did."""
+    async def _run(
+        self, choice: Choice, computed: asyncio.Event, after: asyncio.Event | None
+    ) -> None:
+        """Pump one choice into the queue, then the exception that ended it, if one did.
+
+        Sets `computed` when its prompt is; waits for `after`.
+        """
         watch = self._service.metrics.watch(choice.request, self._began)
         try:
+            if after is not None:
+                await after.wait()
             deltas = generate_text(
                 self._service.engine,
                 choice.request,
@@ -141,6 +164,7 @@ class Generation:
             )
             async with aclosing(deltas):  # type: ignore[type-var]
                 async for delta in deltas:
+                    computed.set()
                     watch.delta(delta)
                     if delta.finish_reason == "error":
                         raise failure(delta)
@@ -154,6 +178,8 @@ class Generation:
             self._queue.put_nowait(exc)
         except Exception as exc:
             self._queue.put_nowait(exc)
+        finally:
+            computed.set()
 
     async def _refuse_to_pile_up(self) -> None:
         """Raise `ClientGone` when too much waits for a client that does not read.
