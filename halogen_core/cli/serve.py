@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from halogen_core.cli.settings import SettingsCommand, with_settings
 from halogen_core.config import Config
+from halogen_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import socket
@@ -53,6 +56,7 @@ def _serve_with(config: Config, child: Child) -> None:
     with ended_by_ctrl_c():  # the child ends with us
         read_keys(config.server)
         read_origins(config.server)  # what is wrong in settings is said before a model loads
+        check_room(config.cache.kv_snapshot)
         parts = assemble(config)
         log.info("loading %s", parts.options.model_path)
         child.tell(parts.options)  # it loads the model while we import the server
@@ -62,6 +66,17 @@ def _serve_with(config: Config, child: Child) -> None:
 
     with bind(config.server) as listener:
         asyncio.run(_serve(config, parts, listener, child))
+
+
+def check_room(path: Path | None) -> None:
+    """Raise `ConfigError` (HRT-3311) for a snapshot that could not be written at the end."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(
+            f"the KV snapshot `{path}` could not be written: `{path.parent}` is no folder that "
+            "this user may write to",
+            code="HRT-3311",
+            fix="make the folder, or name another file with --kv-snapshot",
+        )
 
 
 async def _serve(config: Config, parts: Parts, listener: socket.socket, child: Child) -> None:

@@ -37,6 +37,9 @@ def pool_refusal(
         fix = f"set --pool-size to at least {-(-need // MIB)}MiB"
         if tokens:
             fix += f", or --max-context to at most {tokens}"
+    # what the workspace takes beyond the weights is that of very many rows
+    if request.temp_bytes > max(request.static_bytes, need) and left + request.temp_bytes >= need:
+        fix = f"lower --max-batch or --max-batch-tokens: a step takes {_mib(request.temp_bytes)}"
     return OutOfMemory(f"{text} ({'; '.join(reasons)})", fix=fix)
 
 

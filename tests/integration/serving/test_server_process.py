@@ -351,6 +351,7 @@ def test_what_cannot_start_ends_with_code_and_fix(served, tiny_path, tmp_path):
         (("--model", str(tiny_path), "--port", busy), "HRT-1007"),
         (("--model", str(tiny_path), "--api-key-file", "/nowhere"), "HRT-1004"),
         (("--model", str(tiny_path), "--cors-origins", "example.org"), "HRT-1002"),
+        (("--model", str(tiny_path), "--kv-snapshot", "/nowhere/x.kv"), "HRT-3311"),
     ):
         done = CliRunner().invoke(main, ["serve", *flags])
         assert done.exit_code == 2, (flags, done.output)

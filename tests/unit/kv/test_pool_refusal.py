@@ -2,6 +2,7 @@
 
 import re
 
+import attrs
 import pytest
 
 from halogen_core.errors import OutOfMemory
@@ -43,6 +44,18 @@ def test_the_size_that_is_advised_can_be(name):
         assert divide(request(kv_bytes=advised)).num_blocks >= 8
         with pytest.raises(OutOfMemory):
             divide(request(kv_bytes=advised + (MIB if asked > advised else -MIB)))
+
+
+@pytest.mark.parametrize("name", ["torch", "ggml"])
+def test_a_workspace_of_too_many_rows_is_named(name):
+    divide = dividers(100 * MIB)[name]
+    asked = attrs.evolve(request(), temp_bytes=500 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        divide(asked)
+    assert "--max-batch" in caught.value.fix
+    with pytest.raises(OutOfMemory) as caught:  # no workspace at all would help here
+        divide(attrs.evolve(asked, static_bytes=99 * MIB))
+    assert "--max-batch" not in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["torch", "ggml"])
