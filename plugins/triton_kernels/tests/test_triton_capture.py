@@ -141,3 +141,152 @@ def test_only_plain_decode_steps_are_captured():
     assert capture.capture_key(build_step(two, 16).batch, 256) is None
     on_gpu = runner.backend.device.type != "cpu"
     assert (runner.backend.capture_key(batch) is not None) is on_gpu, "no graphs on a CPU"
+
+
+def step_of(n, *, count=1, context=40, sampled=False, masked=False, carried=False, seed=0):
+    """A step of `n` sequences with `count` tokens each; every number in it is random."""
+    rng = np.random.default_rng(seed)
+    params = SAMPLED if sampled else SamplingParams()
+    sampler = RowSampler.start(params, [], seed=seed)
+    items = []
+    for _ in range(n):
+        start = int(rng.integers(1, context - count))
+        table = rng.integers(1, 90, -(-(start + count) // 16)).tolist()
+        items.append(item(rng.integers(1, 128, start + count).tolist(), start, count, table))
+        object.__setattr__(items[-1], "sampler", sampler)
+    batch = build_step(items, 16).batch
+    if masked:
+        mask = rng.integers(0, 1 << 32, (n, 4), dtype=np.uint32)
+        batch = attrs.evolve(batch, sampling=attrs.evolve(batch.sampling, mask=mask))
+    if carried:
+        tokens = torch.from_numpy(rng.integers(1, 128, n).astype(np.int32))
+        rows = rng.permutation(n).astype(np.int32)
+        batch = attrs.evolve(batch, carried=Carried(rows=rows, tokens=tokens))
+    return batch
+
+
+def padded(values, size, fill):
+    out = np.full((size, *values.shape[1:]), fill, values.dtype)
+    out[: len(values)] = values
+    return out
+
+
+def expected(key, batch, trash_slot):
+    """What a bucket's inputs must hold: the batch, and padding that lives in the trash block."""
+    n, spare = batch.num_sequences, key.tokens - batch.num_tokens
+    tables = np.zeros((key.rows, key.table_width), np.int32)
+    tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
+    tables[n:] = trash_slot // 16
+    if key.prompt:
+        starts, lens = np.append(batch.query_start_loc, key.prompt), [max(1, spare)]
+        logit_rows = batch.logit_rows
+    else:
+        starts = np.arange(key.rows + 1)
+        lens = [1] * (key.rows - n)
+        logit_rows = np.append(batch.logit_rows, np.arange(n, key.rows))
+    found = {
+        "token_ids": padded(batch.token_ids, key.tokens, 0),
+        "positions": padded(batch.positions, key.tokens, 0),
+        "slot_mapping": padded(batch.slot_mapping, key.tokens, trash_slot),
+        "query_start_loc": starts,
+        "seq_lens": np.append(batch.seq_lens, lens),
+        "block_tables": tables,
+        "logit_rows": logit_rows,
+    }
+    none = np.zeros(0, np.int32)
+    rows = none if batch.carried is None else batch.carried.rows
+    found["carried"] = padded(rows, key.tokens, -1)
+    if key.samples:
+        for name in capture.FIELDS:
+            found[name] = padded(getattr(batch.sampling, name), key.picks, 0)
+    if key.mask_words:
+        found["mask"] = padded(batch.sampling.mask.view(np.int32), key.picks, -1)
+    return found
+
+
+def readable(tables, seq_lens):
+    """Blocks that attention reads; what lies behind them in a row is nobody's."""
+    blocks = -(-np.asarray(seq_lens) // 16)
+    return np.where(np.arange(tables.shape[1]) < blocks[:, None], tables, 0)
+
+
+def check_filled(inputs, key, batch, trash_slot):
+    inputs.fill(batch)
+    wanted = expected(key, batch, trash_slot)
+    got = {name: tensor.cpu().numpy() for name, tensor in inputs.device.items()}
+    assert wanted.keys() == got.keys()
+    if batch.carried is not None:  # known to the device alone
+        told = batch.carried.tokens.numpy()[batch.carried.rows]
+        wanted["token_ids"] = padded(told, key.tokens, 0)
+    for side in (got, wanted):
+        side["block_tables"] = readable(side["block_tables"], wanted["seq_lens"])
+    for name, values in wanted.items():
+        assert (got[name] == values).all(), name
+
+
+VARIANTS = [{}, {"sampled": True}, {"masked": True}, {"sampled": True, "masked": True}]
+
+
+@pytest.mark.parametrize("rows", capture.BUCKETS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_bucket_holds_the_step_and_inert_padding(rows, variant):
+    """In place: after a full step with longer contexts nothing of that is left behind."""
+    trash_slot = 99 * 16
+    fewest = max((b for b in capture.BUCKETS if b < rows), default=0) + 1
+    full = step_of(rows, context=500, seed=1, **variant)
+    key = capture.capture_key(full, 256)
+    assert key.rows == rows
+    few = step_of(fewest, seed=2, **variant)
+    check_filled(
+        capture.StaticInputs(key, trash_slot, 16, torch.device("cpu")), key, few, trash_slot
+    )
+    inputs = capture.StaticInputs(key, trash_slot, 16, torch.device("cpu"))
+    check_filled(inputs, key, full, trash_slot)
+    for n in {fewest, rows}:
+        for carried in (True, False):
+            batch = step_of(n, context=40, seed=n, carried=carried, **variant)
+            assert capture.capture_key(batch, 1000).rows == rows
+            check_filled(inputs, key, batch, trash_slot)
+    for name, tensor in inputs.device.items():
+        assert tensor.data_ptr() % 16 == 0, f"kernels were compiled for aligned `{name}`"
+
+
+@pytest.mark.parametrize("prompt", capture.PROMPTS)
+def test_every_prompt_bucket_holds_the_prompt_and_inert_padding(prompt):
+    trash_slot = 99 * 16
+    shorter = max((p for p in capture.PROMPTS if p < prompt), default=1)
+    full = step_of(1, count=prompt, context=1500, seed=1)
+    key = capture.capture_key(full, 256)
+    assert (key.rows, key.prompt) == (2, prompt)
+    inputs = capture.StaticInputs(key, trash_slot, 16, torch.device("cpu"))
+    for count in (prompt, prompt - 2, max(2, shorter - 1), prompt):
+        batch = step_of(1, count=count, context=count + 30, seed=count)
+        assert capture.capture_key(batch, 256).prompt == prompt
+        check_filled(inputs, key, batch, trash_slot)
+        # launches are those of the whole bucket, however much of it is padding
+        assert inputs.batch().query_start_loc.tolist() == [0, prompt - 2, prompt]
+
+
+def test_the_flash_path_is_another_bucket_from_one_token_over_the_threshold():
+    batch = step_of(2)
+    longest = batch.max_seq_len
+    assert not capture.capture_key(batch, longest).flash
+    assert capture.capture_key(batch, longest - 1).flash
+
+
+def test_a_replay_fills_launches_once_and_gives_the_steps_own_rows():
+    class Graph:
+        """What torch records on a GPU: here it only picks what it reads."""
+
+        def replay(self):
+            launched.append(inputs.device["token_ids"].tolist())
+            picks.copy_(inputs.device["token_ids"] + 1)
+
+    launched, counted, batch = [], [], step_of(3)
+    key = capture.capture_key(batch, 256)
+    inputs = capture.StaticInputs(key, 99 * 16, 16, torch.device("cpu"))
+    picks = torch.zeros(key.rows, dtype=torch.int32)
+    replay = capture.GraphReplay(inputs, Graph(), picks, lambda: counted.append(1))
+    for step in (batch, step_of(4, seed=5)):
+        assert replay(step).token_ids.tolist() == (step.token_ids + 1).tolist()
+    assert (len(launched), len(counted)) == (2, 2)
