@@ -91,13 +91,16 @@ def _converted(text: str) -> str:
 def _limit() -> None:
     """Let the next grammar have its share of time and memory, and no more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(used.ru_utime + used.ru_stime + MAX_SECONDS)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+    _allow(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + MAX_SECONDS))
     with contextlib.suppress(OSError):  # where there is no such file there is no such limit either
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_MEMORY, most))
+        _allow(resource.RLIMIT_AS, pages * resource.getpagesize() + MAX_MEMORY)
+
+
+def _allow(kind: int, most: int) -> None:
+    """Set a limit, within what the one who started us may have."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _split(vocabulary: Vocabulary, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import string
 import threading
@@ -108,6 +109,16 @@ def test_a_process_lost_for_no_reason_of_the_grammars_is_started_again(trials):
     with pytest.raises(Transient):
         trials.try_out(lark('start: "b"'))
     assert trials.try_out(lark('start: "b"')).error == ""
+
+
+def test_a_user_with_limits_of_their_own_has_grammars_too(trials):
+    """`ulimit -t` and `ulimit -v` of the shell that started the server."""
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    trials.try_out(GOOD)
+    resource.prlimit(trials._process.pid, resource.RLIMIT_CPU, (100, 100))
+    resource.prlimit(trials._process.pid, resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    assert trials.try_out(lark('start: "b"')).error == ""
+    assert resource.getrlimit(resource.RLIMIT_CPU) == before
 
 
 def test_few_may_wait_and_known_ones_need_not(trials, monkeypatch):
