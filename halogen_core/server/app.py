@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from halogen_core.errors import RequestError
 from halogen_core.server import info_routes
@@ -138,8 +139,7 @@ async def _raise_ours(request: Request, exc: Exception) -> Response:
     """Starlette's own errors (no such route, wrong method) as ours; `Gate` answers them."""
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (exc.headers or {}).get("Allow", "") if isinstance(exc, HTTPException) else ""
-        raise MethodNotAllowed(request.method, allowed)
+        raise MethodNotAllowed(request.method, ", ".join(_methods(request)))
     if status == HTTPStatus.NOT_FOUND:
         raise RequestError(
             f"no such route: {request.method} {request.url.path[:200]}",
@@ -147,3 +147,12 @@ async def _raise_ours(request: Request, exc: Exception) -> Response:
             fix="routes: GET /v1/models, POST /v1/chat/completions, POST /v1/completions",
         )
     raise RequestError(f"the request failed with status {status}")
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods of all routes of this path; Starlette's own error names those of the first."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)

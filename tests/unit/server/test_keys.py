@@ -113,3 +113,5 @@ def test_settings_of_the_backend_are_the_operators(serve):
             response = server.get("/admin/backend", headers={"x-api-key": key})
             assert response.status_code == status, key
         assert "no settings to change" in response.json()["error"]["message"]
+        other = server.client.delete(server.url + "/admin/backend", headers={"x-api-key": "root"})
+        assert (other.status_code, other.headers["allow"]) == (405, "GET, HEAD, PATCH")
