@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from halogen_core.spi import DoctorContext
+from halogen_rocm import direct_read
 from halogen_rocm.direct_read import file_span, read_span
 from halogen_rocm.doctor import findings
 from halogen_rocm.locking import lock, lock_reason, locked_bytes
@@ -115,6 +116,7 @@ def test_own_ledger_counts_where_the_driver_forgets(tmp_path):
     # the driver says nothing is used and MemAvailable still counts our pages as cache
     assert tier(tmp_path / "1", "A", ledger=40 * GIB).free == before - 40 * GIB
     # where the driver counts them, they are not counted twice
+    assert tier(tmp_path / "3", "B", gtt_used=40 * GIB).free == CASES["B"]["gtt"] - 40 * GIB
     tracked = tier(tmp_path / "2", "B", ledger=40 * GIB, gtt_used=40 * GIB)
     assert tracked.free == CASES["B"]["gtt"] - 40 * GIB
 
@@ -131,6 +133,13 @@ def test_memory_that_the_gpu_holds_is_not_available_whatever_linux_says(tmp_path
     assert found.free == honest * 1024 - RESERVE, "counted once"
 
 
+def test_a_carve_out_has_what_driver_and_ledger_leave(tmp_path):
+    whole = CASES["C"]["vram"]
+    assert tier(tmp_path / "0", "C", ledger=40 * GIB).free == whole - 40 * GIB
+    assert tier(tmp_path / "1", "C", ledger=GIB, vram_used=50 * GIB).free == whole - 50 * GIB
+    assert tier(tmp_path / "2", "C", hip_free=20 * GIB).free == 20 * GIB
+
+
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 5), (1, 4096), (4095, 9000), (8192, 12288), (777, 0)]
 )
@@ -139,6 +148,16 @@ def test_spans_are_read_exactly(tmp_path, offset, size):
     path = tmp_path / "weights"
     path.write_bytes(data.tobytes())
     assert (read_span(str(path), offset, size) == data[offset : offset + size]).all()
+
+
+@pytest.mark.parametrize("chunk", [4096, 8192])
+def test_spans_of_many_chunks_are_read_exactly(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(direct_read, "CHUNK", chunk)
+    data = np.random.default_rng(1).integers(0, 256, 50_000, dtype=np.uint8)
+    path = tmp_path / "weights"
+    path.write_bytes(data.tobytes())
+    for offset, size in ((0, 50_000), (1, 40_000), (4095, 8194), (12_288, 4096)):
+        assert (read_span(str(path), offset, size) == data[offset : offset + size]).all()
 
 
 def test_a_short_file_is_an_error(tmp_path):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from halogen_core.spi import FORMATS, BackendOptions, QuantTensor, WeightRole
-from halogen_rocm.backend import RocmBackend
+from halogen_rocm.backend import RocmBackend, _read
+from halogen_rocm.direct_read import file_span
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import tree
@@ -44,8 +45,8 @@ def values(stored, kind):
     return (scales * blocks[:, 2:].view(np.int8)).reshape(N, K)
 
 
-def opened(tmp_path):
-    options = BackendOptions(extra={"mlock": "off"})
+def opened(tmp_path, mlock="off"):
+    options = BackendOptions(extra={"mlock": mlock})
     return RocmBackend(options, root=tree(tmp_path / "root", "A"), device="cpu")
 
 
@@ -61,13 +62,23 @@ def test_matrices_of_one_size_stay_apart(tmp_path, kind):
         )
 
 
+def test_what_goes_to_the_device_lies_in_no_map(tmp_path):
+    large = mapped(tmp_path, "Q8_0")[0]
+    assert file_span(large.data) is not None
+    read = _read(large)
+    assert file_span(read.data) is None
+    assert (read.data == large.data).all()
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 def test_a_tied_table_is_held_and_counted_once(tmp_path, kind):
-    backend = opened(tmp_path)
+    backend = opened(tmp_path, mlock="auto")
     table = mapped(tmp_path, kind)[0]
     before = backend.memory()[0].free
     rows = backend.pack([table], WeightRole.EMBEDDING)
     head = backend.pack([table], WeightRole.LINEAR)
     assert rows.payload is head.payload
     assert before - backend.memory()[0].free == rows.nbytes
-    assert backend.counters().gauges["device_ledger_bytes"] == rows.nbytes
+    gauges = backend.counters().gauges
+    assert gauges["device_ledger_bytes"] == rows.nbytes
+    assert gauges["working_set_bytes"] == rows.nbytes
