@@ -1,11 +1,15 @@
 """Both sides of every number that a rule goes by."""
 
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 
-from halogen_core.spi import DoctorContext, Severity
+from halogen_core.spi import BackendOptions, DoctorContext, KVSpec, Severity
+from halogen_rocm.backend import RocmBackend
 from halogen_rocm.doctor import findings
 from halogen_rocm.memory import hip_shortfall
 from halogen_rocm.platform import read_platform
@@ -106,6 +110,28 @@ def test_throttling_takes_a_fall_of_both_while_busy(busy, watts, megahertz, susp
         for b, w, m in zip(busy, watts, megahertz, strict=True)
     )
     assert throttle_suspected(best, now) is suspected
+
+
+def test_a_slow_fall_is_seen_against_the_best_reading(tmp_path):
+    """Not against the one before, which had fallen too."""
+    root = tree(tmp_path, "A")
+    backend = RocmBackend(BackendOptions(extra={"mlock": "off"}), root=root, device="cpu")
+    told = []
+    for megahertz, watts in ((2900, 85), (2650, 77), (2440, 71)):
+        sclk = f"0: 600Mhz\n1: {megahertz}Mhz *\n"
+        write(tmp_path, {f"{DEVICE}/pp_dpm_sclk": sclk} | working(100, watts)["files"])
+        told.append(backend.counters().gauges["throttle_suspected"])
+    assert told == [0, 0, 1]
+
+
+def test_a_closed_backend_holds_nothing(tmp_path):
+    root = tree(tmp_path, "A")
+    backend = RocmBackend(BackendOptions(extra={"mlock": "off"}), root=root, device="cpu")
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16)
+    backend.kv_alloc(backend.kv_layout(spec), 3)
+    assert backend.counters().gauges["device_ledger_bytes"] > 0
+    backend.close()
+    assert backend.counters().gauges["device_ledger_bytes"] == 0
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.91, False), (0.89, True)])
