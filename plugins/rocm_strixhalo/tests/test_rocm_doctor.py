@@ -237,6 +237,7 @@ def test_other_chips_are_refused_by_name(tmp_path):
         (("7.14", None), ["gfx1100", "gfx942"], True, "torch_arch"),
         (("7.14", None), ["gfx1151"], False, "hip_unavailable"),
         (("7.14", None), ["gfx1151"], True, None),
+        (("7.14", None), ["gfx1100", "gfx1151", "gfx1201"], True, None),
     ],
 )
 def test_torch_builds_are_told_apart(build, archs, available, code):
