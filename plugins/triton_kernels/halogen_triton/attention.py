@@ -292,7 +292,7 @@ def _decode(
         BM=max(16, rows),
         BN=plan.decode.block_n,
         ROWS=rows,
-        PARTS=plan.decode.block_m or 4,
+        PARTS=0 if plan.decode.in_turn else plan.decode.block_m or 4,
         SINGLE=sequences.single,
         SOFTCAP=shape.softcap > 0,
         SINKS=sinks is not None,

@@ -163,9 +163,14 @@ def decode(
             tl.debug_barrier()
             arrived = tl.atomic_add(joins + seq * HKV + head, 1, sem="acq_rel")
             if arrived == high_part - low_part:
-                m_j, l_j, acc_j = join_parts(
-                    partial, lse, a, low_part, high_part, each, more, G * n_q, ROWS, PARTS, D_PAD
-                )  # fmt: skip
+                if PARTS == 0:
+                    m_j, l_j, acc_j = join_in_turn(
+                        partial, lse, a, low_part, high_part, each, more, G * n_q, ROWS, D_PAD
+                    )  # fmt: skip
+                else:
+                    m_j, l_j, acc_j = join_parts(
+                        partial, lse, a, low_part, high_part, each, more, G * n_q, ROWS, PARTS, D_PAD
+                    )  # fmt: skip
                 rr = tl.arange(0, ROWS)
                 finish(
                     acc_j, m_j, l_j, sinks, head * G + rr % G, out, first_row, rr // G,
@@ -250,4 +255,48 @@ def join_parts(
         acc = acc * alpha[:, None] + tl.sum(x * w[:, :, None], 1)
         l_i = l_i * alpha + tl.sum(w, 1)
         m_i = m_new
+    return m_i, l_i, acc
+
+
+@triton.jit
+def load_part(
+    partial, lse, c, high, a, each, more, live, ROWS: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """What program c left, if it is at most `high`: lse [ROWS], rows [ROWS, D]."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD)
+    filled = (r < live) & (c <= high)
+    slot = (c * 2 + (first_tile(c, each, more) < a).to(tl.int32)) * ROWS + r
+    part = tl.load(lse + slot, mask=filled, other=float("-inf"), cache_modifier=".cg")
+    at = partial + slot[:, None] * D_PAD + d[None, :]
+    return part, tl.load(at, mask=filled[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def fold_part(m_i, l_i, acc, part, x):
+    """(m, l, acc) with one part more."""
+    m_new = tl.maximum(m_i, part)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    w = tl.exp2(part - safe)
+    alpha = tl.exp2(m_i - safe)
+    return m_new, l_i * alpha + w, acc * alpha[:, None] + x * w[:, None]
+
+
+@triton.jit
+def join_in_turn(
+    partial, lse, a, low, high, each, more, live, ROWS: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """As `join_parts`, of [ROWS, D] alone: no value changes lanes, and few registers are held.
+
+    On gfx1151 the compiler keeps a join's addresses in registers throughout the loop over keys, those of shared
+    memory too. Two parts are loaded at once, so that half of the loads do not wait for others.
+    """
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    for c in tl.range(low, high + 1, 2, num_stages=1):
+        part, x = load_part(partial, lse, c, high, a, each, more, live, ROWS, D_PAD)
+        part2, x2 = load_part(partial, lse, c + 1, high, a, each, more, live, ROWS, D_PAD)
+        m_i, l_i, acc = fold_part(m_i, l_i, acc, part, x)
+        m_i, l_i, acc = fold_part(m_i, l_i, acc, part2, x2)
     return m_i, l_i, acc

@@ -1,8 +1,9 @@
 """Compile every shipped launch ahead of time, without a GPU, and read what the compiler says.
 
 The host wrappers run on meta tensors while launches are recorded instead of made, so exactly what
-would run is compiled: same constants, same specialisation. `python -m halogen_triton.compile_gate`
-prints the table as JSON.
+would run is compiled: same constants, same specialisation. For gfx1151 that depends on the size of
+tensors (`FORMS`). `python -m halogen_triton.compile_gate` prints the table as JSON; with `--check`
+it says which launches spill, in every form, and ends with 1 where one does.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ _TYPES = {
     torch.uint8: "u8",
     torch.int8: "i8",
 }
+FORMS = ("shipped", "small", "large")
+"""What Triton's HIP launcher finds of a launch's tensors. It tells the compiler which of them have
+a storage under 2 GiB: these get buffer instructions, and with them other registers. `shipped`: as
+large as the case has them (a KV pool over 2 GiB, all else under it); `small`: all under 2 GiB;
+`large`: weights, caches and their scales over it."""
+_BUFFER_LIMIT = 2**31 - 1
+_GROWING = frozenset({"k", "ks", "v", "vs", "cache", "weight", "codes", "high", "scales", "supers"})
 _OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "launch_pdl")
 
 
@@ -89,8 +97,8 @@ def record(name: str, call: Callable[[], object]) -> list[Launched]:
     return made
 
 
-def compile_launch(launched: Launched, target: str) -> Any:
-    """The compiled kernel for an arch."""
+def compile_launch(launched: Launched, target: str, form: str = "shipped") -> Any:
+    """The compiled kernel for an arch, in one of `FORMS`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -107,6 +115,8 @@ def compile_launch(launched: Launched, target: str) -> Any:
         signature[param.name] = _type_of(value)
         if isinstance(value, Tensor) or (specialised and value % 16 == 0):
             hints[(index,)] = [["tt.divisibility", 16]]
+        if TARGETS[target][0] == "hip" and _within_reach(param.name, value, form):
+            hints[(index,)].append(["tt.pointer_range", 32])
     kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
     source = kind(fn=launched.kernel, signature=signature, constexprs=constants, attrs=hints)
     options = dict(launched.options)
@@ -115,6 +125,13 @@ def compile_launch(launched: Launched, target: str) -> Any:
     else:
         options.pop("waves_per_eu", None)
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def _within_reach(name: str, value: Any, form: str) -> bool:
+    """Whether an argument is a tensor all of whose storage 32-bit offsets reach."""
+    if not isinstance(value, Tensor) or (form == "large" and name in _GROWING):
+        return False
+    return form == "small" or value.untyped_storage().size() <= _BUFFER_LIMIT
 
 
 def _type_of(value: Any) -> str:
@@ -179,7 +196,9 @@ def _nvidia_resources(binary: Any) -> Resources:
     )
 
 
-def table(target: str, names: Sequence[str] | None = None) -> dict[str, Resources]:
+def table(
+    target: str, names: Sequence[str] | None = None, form: str = "shipped"
+) -> dict[str, Resources]:
     """Resources of every shipped launch for an arch (or of those whose case is named)."""
     from halogen_triton.shipped import shipped
 
@@ -190,7 +209,7 @@ def table(target: str, names: Sequence[str] | None = None) -> dict[str, Resource
                 launches.setdefault(launched.name, launched)
 
     def one(item: tuple[str, Launched]) -> tuple[str, Resources]:
-        return item[0], resources(compile_launch(item[1], target), target)
+        return item[0], resources(compile_launch(item[1], target, form), target)
 
     with ThreadPoolExecutor(2) as threads:
         return dict(threads.map(one, launches.items()))
@@ -202,13 +221,30 @@ def rows(found: dict[str, Resources]) -> Iterator[tuple[str, dict[str, int]]]:
         yield name, attrs.asdict(value)
 
 
+def check(target: str, names: Sequence[str] | None = None) -> bool:
+    """Print a line for each form; whether no launch spills or needs scratch."""
+    clean = True
+    for form in FORMS if TARGETS[target][0] == "hip" else FORMS[:1]:
+        found = table(target, names, form)
+        bad = {name: row for name, row in found.items() if row.spills or row.scratch}
+        print(f"Triton {triton.__version__}, {target}, {form}: {len(found)}, {len(bad)} spill")
+        for name, row in bad.items():
+            print(f"  {name}: {row.spills} spills, {row.scratch} bytes of scratch")
+        clean = clean and not bad
+    return clean
+
+
 def main() -> None:
-    """Print the table of one arch."""
+    """Print the table of one arch, or what spills."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("cases", nargs="*", help="prefixes of case names; none: all")
+    parser.add_argument("--form", choices=FORMS, default="shipped", help="sizes of tensors")
+    parser.add_argument("--check", action="store_true", help="every form; what spills, in words")
     options = parser.parse_args()
-    found = table(options.target, options.cases or None)
+    if options.check:
+        sys.exit(0 if check(options.target, options.cases or None) else 1)
+    found = table(options.target, options.cases or None, options.form)
     json.dump(dict(rows(found)), sys.stdout, indent=1)
 
 

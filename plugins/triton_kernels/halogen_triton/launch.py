@@ -41,6 +41,8 @@ class Launch:
     """Attention: a loop of its own for tiles that need no mask (more code, more registers)."""
     lazy: bool = False
     """Decode attention: weights are summed at the end (fewer barriers, more registers)."""
+    in_turn: bool = False
+    """Split decode: parts are joined one after another (fewer registers, more waiting)."""
     grouped: bool = False
     """Attention over q8_0: products by groups of 32 elements (fewer registers where there are as
     many warps as groups)."""

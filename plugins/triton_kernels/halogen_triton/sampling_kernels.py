@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from halogen_triton.pointwise_kernels import pdl_launch, pdl_wait
-from halogen_triton.truncation_kernels import draw
+from halogen_triton.truncation_kernels import address, draw, float_pointer
 
 BINS = tl.constexpr(1024)
 PER_NAT = tl.constexpr(32)
@@ -299,7 +299,7 @@ def draw_rows(
     if (t > 0.0) & (chosen >= 0):
         top = tl.load(tops + r * 2)
         inverse = 1.0 / t
-        row = logits + r * V
+        row = address(logits + r * V, PDL)
         own = sums + r * (2 * PARTS)
         each = tl.load(own + b, mask=b < blocks, other=0.0)
         if truncates:
@@ -316,18 +316,18 @@ def draw_rows(
                 # all threads have stored before one of them reads
                 tl.debug_barrier()
                 _collect(
-                    row, picks + r * blocks * BLOCK, own + PARTS, few + r * (MOST * BLOCK), found,
-                    total, V, BLOCK, PARTS,
+                    logits + r * V, picks + r * blocks * BLOCK, own + PARTS,
+                    few + r * (MOST * BLOCK), found, total, V, BLOCK, PARTS,
                 )  # fmt: skip
                 tl.debug_barrier()
-                row = few + r * (MOST * BLOCK)
+                row = address(few + r * (MOST * BLOCK), PDL)
                 size = total
             chosen = draw(
-                row, size, top, bottom, inverse, mass, k < V, tl.minimum(k, size), p, floor, u,
-                chosen, BLOCK,
+                float_pointer(row, PDL), size, top, bottom, inverse, mass, k < V,
+                tl.minimum(k, size), p, floor, u, chosen, BLOCK,
             )  # fmt: skip
             if total <= MOST * BLOCK:
                 chosen = tl.load(found + chosen)
         else:
-            chosen = _in_block(row, each, V, top, inverse, floor, u, BLOCK, PARTS)
+            chosen = _in_block(logits + r * V, each, V, top, inverse, floor, u, BLOCK, PARTS)
         tl.store(out + r, chosen)

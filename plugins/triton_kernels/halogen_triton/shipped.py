@@ -59,8 +59,10 @@ def _ints(*shape: int) -> Tensor:
 
 
 def _layer_kv(store: str, hkv: int, d: int) -> LayerKV:
-    scales = _meta(1024, 2, hkv, 64, d // 32, dtype=torch.float16) if store == "q8_0" else None
-    data = _meta(1024, 2, hkv, 64, d, dtype=_STORAGE[store])
+    """A layer of a pool for 28, whose codes or elements are over 2 GiB."""
+    lead = (28, 4096, 2, hkv, 64)
+    scales = _meta(*lead, d // 32, dtype=torch.float16)[0] if store == "q8_0" else None
+    data = _meta(*lead, d, dtype=_STORAGE[store])[0]
     return LayerKV(data=data, scales=scales, store=STORES[store])
 
 

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, PLR0917
+# ruff: noqa: E501, ANN001, ANN201, ANN202, D403, N803, PLR0913, PLR0917, RET505
 # Triton's language: constants in capitals, pointers without types, `else` where a branch is compiled away.
 """Truncations of one row and a draw from what they leave, by one program.
 
@@ -133,3 +133,21 @@ def _inverse_cdf(
             last = tl.maximum(tl.max(tl.where(w > 0.0, v, -1), 0), last)
             before += tl.sum(w, 0).to(tl.float64)
     return tl.where(found == V, last, found)
+
+
+@triton.jit
+def address(pointer, PDL: tl.constexpr):
+    """A pointer as a number, but for NVIDIA's GPUs: Triton 3.6 compiles no choice of pointers for AMD's."""
+    if PDL:
+        return pointer
+    else:
+        return pointer.to(tl.int64)
+
+
+@triton.jit
+def float_pointer(address, PDL: tl.constexpr):
+    """The float32 pointer of an `address`."""
+    if PDL:
+        return address
+    else:
+        return address.to(tl.pointer_type(tl.float32))

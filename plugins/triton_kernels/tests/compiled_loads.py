@@ -1,8 +1,6 @@
 """Loads in the loops of gfx1151 machine code, by the pointer they read through.
 
-`python compiled_loads.py CASE ...` prints JSON. Each launch is compiled twice: as `compile_gate`
-does, for tensors of any size, and as Triton's launcher does, which tells the compiler that tensors
-under 2 GiB are, and gets buffer instructions for it.
+`python compiled_loads.py FORM,... CASE ...` prints JSON; for forms see `compile_gate.FORMS`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import halogen_triton
-from halogen_triton.ahead import compiling_for
 from halogen_triton.compile_gate import compile_launch, record, resources
 from halogen_triton.shipped import shipped
 
@@ -104,25 +101,18 @@ def loop_of(asm: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print {launch: {"gate" or "launch": what was compiled}} of the cases named (none: all)."""
-    found, names = {}, tuple(sys.argv[2:])
+    """Print {launch: {form: what was compiled}} of the cases named (none: all)."""
+    found, forms, names = {}, sys.argv[1].split(","), tuple(sys.argv[2:])
     for case, call in shipped("gfx1151"):
         for launched in record(case, call) if not names or case.startswith(names) else ():
-            kernel = launched.kernel
-            # by place: an argument's name may be one of the launcher's own
-            arguments = [launched.arguments[name] for name in kernel.arg_names]
-            with compiling_for("gfx1151"):
-                own = kernel.run(*arguments, **launched.options, grid=(1,), warmup=True)
-            both = {"launch": own}
-            if sys.argv[1] == "both":
-                both["gate"] = compile_launch(launched, "gfx1151")
+            binaries = {form: compile_launch(launched, "gfx1151", form) for form in forms}
             found[launched.name] = {
-                key: {
+                form: {
                     "spills": r.spills,
                     "scratch": r.scratch,
                     "loop": loop_of(binary.asm["amdgcn"]),
                 }
-                for key, binary in both.items()
+                for form, binary in binaries.items()
                 if (r := resources(binary, "gfx1151"))
             }
     json.dump(found, sys.stdout)

@@ -104,10 +104,10 @@ class Problem:
         return torch.cat(rows)
 
 
-def plan(*, bm=32, bn=16, programs=3, max_decode=1):
+def plan(*, bm=32, bn=16, programs=3, max_decode=1, in_turn=False):
     return AttentionPlan(
         prefill=Launch(block_m=bm, block_n=bn),
-        decode=Launch(block_n=bn),
+        decode=Launch(block_n=bn, in_turn=in_turn),
         programs=programs,
         max_decode=max_decode,
     )
@@ -145,8 +145,20 @@ def test_mixed_steps(dtype, lengths, queries):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 7, 40])
-def test_any_number_of_programs_gives_the_same_answer(programs):
-    check(Problem([70, 3, 16, 33], [1] * 4, heads()), "f32", launch=plan(programs=programs))
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_any_number_of_programs_gives_the_same_answer(programs, in_turn):
+    launch = plan(programs=programs, in_turn=in_turn)
+    check(Problem([70, 3, 16, 33], [1] * 4, heads()), "f32", launch=launch)
+
+
+@pytest.mark.parametrize("options", [{"hq": 7, "hkv": 1, "d": 24}, {"window": 24}], ids=str)
+def test_parts_are_joined_in_turn(options):
+    sinks = torch.linspace(-2, 3, heads(**options).num_heads)
+    for lengths in ([200, 1, 40], [8]):
+        problem = Problem(lengths, [1] * len(lengths), heads(**options))
+        check(problem, "f32", launch=plan(programs=11, in_turn=True), sinks=sinks)
+    check(Problem([90, 19], [3, 2], heads()), "f32", max_decode=4,
+          launch=plan(programs=9, max_decode=4, in_turn=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -190,7 +202,7 @@ def test_weights_summed_at_the_end(unmasked, options):
 
 GROUPED = AttentionPlan(
     prefill=Launch(block_m=16, block_n=16, grouped=True, unmasked=False),
-    decode=Launch(block_n=16, grouped=True, unmasked=False),
+    decode=Launch(block_n=16, grouped=True, unmasked=False, in_turn=True),
     programs=5,
 )
 
@@ -200,7 +212,7 @@ GROUPED = AttentionPlan(
                          ids=str)  # fmt: skip
 def test_products_with_q8_0_by_groups(dtype, options):
     """Where the same products with dequantised keys and values would spill registers."""
-    wide = attrs.evolve(GROUPED, decode=attrs.evolve(GROUPED.decode, block_m=2, block_n=32))
+    wide = attrs.evolve(GROUPED, decode=attrs.evolve(GROUPED.decode, in_turn=False, block_n=32))
     for launch, queries, flash in (
         (GROUPED, [1, 1, 1], True),
         (GROUPED, [1, 1, 1], False),
@@ -228,7 +240,9 @@ def test_what_is_no_number_in_the_cache_reaches_who_sees_it(store, side):
     store, _, grouped = store.partition(" ")
     split = attrs.evolve(plan(programs=5), direct=False)
     lazy = attrs.evolve(plan(), decode=Launch(block_n=16, unmasked=True, lazy=True))
-    launches = (GROUPED,) if grouped else (plan(), split, lazy) if store == "f16" else (plan(),)
+    turn = plan(programs=5, in_turn=True)
+    launches = (plan(), split, turn, lazy) if store == "f16" else (plan(),)
+    launches = (GROUPED,) if grouped else launches
     for launch, queries, key in product(launches, (1, 3), (0, 17)):
         problem = Problem([20, 7], [queries, 1], heads(d=32), dtype="f16", store=store)
         spoil(problem, side, key, store)

@@ -1,7 +1,8 @@
 """Compiled code of every shipped launch: no spills, no scratch, within LDS, matrix units where meant.
 
 Compilation needs Triton outside the interpreter, hence a process of its own. The default run compiles
-the decode path; the slow one everything, against the golden tables.
+the decode path; the slow one everything, against the golden tables, and for gfx1151 with tensors of
+other sizes.
 """
 
 import json
@@ -96,6 +97,49 @@ def test_every_rule_for_gfx1151_has_a_case():
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == []
+
+
+AS_LAUNCHED = """
+import json
+import sys
+from halogen_triton.ahead import compiling_for
+from halogen_triton.compile_gate import compile_launch, record
+from halogen_triton.shipped import shipped
+
+target, code, *cases = sys.argv[1:]
+same = {}
+for case, call in shipped(target):
+    for launched in record(case, call) if case in cases else ():
+        # by place: an argument's name may be one of the launcher's own
+        arguments = [launched.arguments[name] for name in launched.kernel.arg_names]
+        with compiling_for(target):
+            own = launched.kernel.run(*arguments, **launched.options, grid=(1,), warmup=True)
+        same[launched.name] = own.asm[code] == compile_launch(launched, target).asm[code]
+print(json.dumps(same))
+"""
+
+
+@pytest.mark.parametrize(("target", "code"), [("gfx1151", "amdgcn"), ("sm_90", "ptx")])
+def test_what_is_judged_is_what_the_launcher_compiles(target, code, tmp_path):
+    """Also where a KV pool is over 2 GiB and the rest of a launch under it."""
+    cases = ("attention decode q8_0 9-3x64", "heads", "linear Q4_K rows 1", "sample greedy")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # code names its source files, and a kept one may be of another checkout
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", AS_LAUNCHED, target, code, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same = json.loads(done.stdout)
+    assert len(same) >= len(cases)
+    assert all(same.values()), same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["small", "large"])
+def test_tensors_of_other_sizes_on_gfx1151(form):
+    kernels = compiled("gfx1151", ("--form", form))
+    assert kernels.keys() == read(GOLDEN)["gfx1151"]["kernels"].keys()
+    judge("gfx1151", kernels)
 
 
 @pytest.mark.slow
