@@ -84,6 +84,13 @@ def _streams(matrix: Tensor) -> bool:
     return halves and lines and matrix.data_ptr() % 16 == 0
 
 
+def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """X where the copy engine can read it as `dtype`, else a copy."""
+    if x.dtype == dtype and _streams(x):
+        return x
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def dense(
     x: Tensor | Normed,
     weight: Tensor,
@@ -136,8 +143,7 @@ def _through_ring(
     # Gluon is loaded where its kernels run
     from halogen_triton import dense_hopper
 
-    if x.dtype != weight.dtype or not _streams(x):
-        x = x.to(weight.dtype).contiguous()
+    x = _readable(x, weight.dtype)
     launch, (m, n), k = rule.launch, y.shape, x.shape[1]
     bm, bn, bk = launch.block_m, launch.block_n, launch.block_k
     tiles, chunks = triton.cdiv(n, bn), triton.cdiv(k, bk)

@@ -64,6 +64,15 @@ def test_only_sm_90_ships_it(monkeypatch):
     assert chosen(3) is None, "the interpreter cannot run it"
 
 
+def test_rows_that_the_copy_engine_cannot_read_are_copied():
+    wide = torch.arange(2 * 136.0).to(torch.bfloat16).view(2, 136)
+    for x in (wide[:1, 3:131], wide[:, 3:131], wide[:, :128].float(), wide.T[:128].T):
+        read = products._readable(x, torch.bfloat16)
+        assert torch.equal(read, x.to(torch.bfloat16))
+        assert products._streams(read)
+    assert products._readable(wide, torch.bfloat16) is wide
+
+
 def shared_bytes(rule, pairs):
     launch = rule.launch
     rows = launch.block_n * (2 if pairs else 1) + launch.block_m
