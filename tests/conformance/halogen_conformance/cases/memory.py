@@ -24,8 +24,9 @@ from halogen_core.spi import (
 )
 
 CYCLES = 1000
+ROUNDS = 6
 LEAK_BYTES = 4 << 20
-"""Growth over all cycles that is still noise; a cycle's arrays are 100 KiB and more."""
+"""Growth over all cycles of a round that is still noise; a cycle's arrays are 100 KiB and more."""
 
 
 def cases() -> Iterator[Case]:
@@ -153,29 +154,41 @@ def recovers(bench: Bench) -> None:
 
 
 def leaks(bench: Bench) -> None:
-    """1,000 cycles of everything that is made and dropped; memory and objects must not grow."""
-    process = psutil.Process()
-    for _ in range(CYCLES // 10):
-        _cycle(bench)
-    gc.collect()
-    began, objects = process.memory_info().rss, len(gc.get_objects())
-    free = sum(tier.free for tier in bench.backend.memory() if not tier.shared_with_host)
-    for _ in range(CYCLES):
-        _cycle(bench)
-    gc.collect()
-    grown = process.memory_info().rss - began
-    more = len(gc.get_objects()) - objects
-    lost = free - sum(t.free for t in bench.backend.memory() if not t.shared_with_host)
+    """1,000 cycles of everything that is made and dropped; memory and objects must not grow.
+
+    A pool that fills or an allocator that keeps pages grows in some rounds, a leak in all.
+    """
+    _cycles(bench, CYCLES // 10)
+    for _ in range(ROUNDS):
+        grown, lost, more = _cycles(bench, CYCLES)
+        if grown <= LEAK_BYTES and lost <= LEAK_BYTES and more <= CYCLES // 2:
+            break
+    else:
+        raise Failure(
+            f"{CYCLES} cycles cost {grown >> 10} KiB of the host, {lost >> 10} KiB of the device "
+            f"and {more} objects; in {ROUNDS} such rounds each cost more than is allowed"
+        )
     bench.facts |= {
         "host_bytes_per_cycle": grown / CYCLES,
         "device_bytes_per_cycle": lost / CYCLES,
         "objects_per_cycle": more / CYCLES,
     }
-    if grown > LEAK_BYTES or lost > LEAK_BYTES or more > CYCLES // 2:
-        raise Failure(
-            f"{CYCLES} cycles cost {grown >> 10} KiB of the host, {lost >> 10} KiB of the device "
-            f"and {more} objects"
-        )
+
+
+def _cycles(bench: Bench, count: int) -> tuple[int, int, int]:
+    """(bytes of the host, bytes of the device, objects) that so many cycles cost."""
+    process = psutil.Process()
+
+    def device() -> int:
+        return sum(tier.free for tier in bench.backend.memory() if not tier.shared_with_host)
+
+    gc.collect()
+    began, objects, free = process.memory_info().rss, len(gc.get_objects()), device()
+    for _ in range(count):
+        _cycle(bench)
+    gc.collect()
+    grown = process.memory_info().rss - began
+    return grown, free - device(), len(gc.get_objects()) - objects
 
 
 def _cycle(bench: Bench) -> None:
