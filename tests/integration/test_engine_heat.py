@@ -33,7 +33,8 @@ def test_heat_is_seen_through_the_process_and_passes(tiny_gguf, capfd):
             "max_batch_tokens": 2048,
             "deterministic": False,
             "log_level": "info",
-            "backend_options": {"graph_buckets": "", "faults": "throttle@400-2400=0.5"},
+            # hot for some seconds: limits are asked for once a second
+            "backend_options": {"graph_buckets": "", "faults": "throttle@400-8400=0.5"},
         }
         async with running(tiny_gguf, **options) as engine:
             tasks = [asyncio.create_task(work(engine)) for work in (watch, answers)]
