@@ -63,11 +63,11 @@ def block_values(
     at = row * KB + b
     mask = tl.broadcast_to(b < KB, [NB, BN])
     if FORMAT == 5 + 16 * 4095:
-        return tl.reshape(narrow(block_bytes(codes, at, mask), dtype), [NB * 32, BN])
+        return tl.reshape(narrow(block_bytes(codes, row, b, KB), dtype), [NB * 32, BN])
     s, low = block_scales(scales, supers, row, b, mask, KB, 0, FORMAT)
     s = plain_nan(s)
     if FORMAT % 16 == 5:
-        value = block_bytes(codes, at, mask) * s[:, None, :]
+        value = block_bytes(codes, row, b, KB) * s[:, None, :]
         return tl.reshape(narrow(value, dtype), [NB * 32, BN])
     else:
         w = tl.arange(0, 4)[None, :, None]
@@ -120,8 +120,12 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def block_bytes(codes, at, mask):
-    """Codes that are bytes, of blocks [NB, BN], in float32: [NB, 32, BN]."""
+def block_bytes(codes, row, b, KB):
+    """Codes that are bytes, of blocks b [NB, 1] of rows [1, BN], in float32: [NB, 32, BN].
+
+    Past a row's end its last block is read again, not what lies behind the tensor; x is 0 there.
+    """
+    at = row * KB + tl.minimum(b, KB - 1)
     return tl.load(codes + at[:, None, :] * 32 + tl.arange(0, 32)[None, :, None]).to(tl.float32)
 
 

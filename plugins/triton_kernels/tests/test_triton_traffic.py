@@ -91,6 +91,19 @@ def test_a_weight_is_read_once(asked, form, rows):
     assert sum(found.values()) <= MOST * wanted, found
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_nothing_behind_a_weight_is_read(asked, rows):
+    """Three blocks a row, taken four at a time: the last row's end is the tensor's."""
+    weight, _ = planes("Q8_0", 32, k=96)
+    size = weight.codes.numel()
+    held = torch.cat([weight.codes.flatten(), torch.zeros(4096, dtype=torch.int8)])
+    weight = attrs.evolve(weight, codes=held[:size].view_as(weight.codes))
+    linear(normal(rows, 96), weight, TABLE)
+    found = asked(codes=weight.codes, behind=held[size:])
+    assert found["codes"] >= size
+    assert not found["behind"]
+
+
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("store", ["bf16", "q8_0", "f8_e5m2", "q8_0 by groups"])
 def test_a_cache_is_read_once_for_all_heads_of_a_group(asked, store, flash):
